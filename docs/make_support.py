@@ -219,7 +219,7 @@ class Trials:
         how["adaptive"] = method.startswith("adaptive ")
         if how["method"] == "draft-model":
             how["draft_folder"] = self._folder / model
-        if how["method"] in head_folders.KINDS:
+        if how["method"] in head_folders.HEAD_KINDS:
             how["heads_folder"] = self._folder / f"{model}-{how['method']}"
         return speculation.SpeculationConfig(**how)
 
@@ -268,7 +268,7 @@ def method_option(method: str) -> Option:
 NUMERICS = [Option("`reproducible`", {"numerics": "reproducible"})]
 KV_DTYPES = [Option(f"`{x}`", {"kv_dtype": x}) for x in ("int8", "fp8")]
 MESHES = [mesh_option(tensor=2), mesh_option(context=2), mesh_option(expert=2)]
-METHODS = [method_option(x) for x in speculation.methods.METHODS]
+METHODS = [method_option(x) for x in speculation.methods.METHOD_NAMES]
 ADAPTIVE = [method_option("adaptive ngram"), method_option("adaptive eagle")]
 KINDS = [
     Option("mixture of experts", {"model": "mixture"}),

@@ -32,7 +32,7 @@ SIZES = 1, 2**63
 SEEDS = 0, 2**63
 """Smallest seed, and exclusive upper bound."""
 
-_LONGEST = 60
+_MAX_LENGTH = 60
 """Longest text of a value in a message, in characters."""
 
 
@@ -42,7 +42,7 @@ def format_value(value: object) -> str:
         text = " ".join(repr(value).split())
     except Exception:  # a foreign `__repr__` may raise, as does an int of 5,000 digits
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
 def one_line(error: BaseException) -> str:

@@ -24,12 +24,12 @@ type Kind = Literal["int8", "fp8"]
 """int8: equal steps, -127 to 127. fp8: float8_e4m3fn, three mantissa bits at magnitudes
 from 2 ** -6 to 448."""
 
-NUMBERS = {"int8": np.dtype(np.int8), "fp8": np.dtype(np.uint8)}
+CODE_DTYPES = {"int8": np.dtype(np.int8), "fp8": np.dtype(np.uint8)}
 """Storage type of each kind. fp8 is stored as its bits: XLA for CPUs has no scatter of
 fp8, and would convert all pages to a wider type and back to write a token."""
 FP8 = np.dtype(jnp.float8_e4m3fn)
 """Type of the bits of fp8."""
-_LARGEST = {"int8": 127.0, "fp8": 448.0}
+_MAX_CODES = {"int8": 127.0, "fp8": 448.0}
 
 
 class QuantizedArray(NamedTuple):
@@ -75,7 +75,7 @@ def quantize(
     # A smaller scale would be subnormal, which a CPU may flush to 0.
     is_nonzero = ~(top < 1e-36)
     one = jnp.ones_like(top)
-    scales = jnp.where(is_nonzero, top / _LARGEST[kind], jnp.zeros_like(top))
+    scales = jnp.where(is_nonzero, top / _MAX_CODES[kind], jnp.zeros_like(top))
     numbers = jnp.where(is_nonzero, wide / jnp.where(is_nonzero, scales, one), 0.0)
     if kind == "int8":
         numbers = jnp.round(numbers).astype(jnp.int8)
@@ -86,7 +86,7 @@ def quantize(
 
 def as_number_type(numbers: Num[Array, "..."]) -> Num[Array, "..."]:
     """Returns numbers in their own type: bits of fp8 become fp8."""
-    if numbers.dtype != NUMBERS["fp8"]:
+    if numbers.dtype != CODE_DTYPES["fp8"]:
         return numbers
     return lax.bitcast_convert_type(numbers, FP8)
 
@@ -109,9 +109,9 @@ def dequantize(
 
 def quantization_kind(dtype: DTypeLike) -> Kind | None:
     """Returns the kind of an 8-bit type, or None for other types."""
-    if dtype == NUMBERS["int8"]:
+    if dtype == CODE_DTYPES["int8"]:
         return "int8"
-    return "fp8" if dtype in (NUMBERS["fp8"], FP8) else None
+    return "fp8" if dtype in (CODE_DTYPES["fp8"], FP8) else None
 
 
 def split_quantized(values: Array | QuantizedArray | None) -> tuple[Any, Array | None]:

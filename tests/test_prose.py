@@ -110,6 +110,11 @@ MAX_ANY = {
     "experiments": 17.0,
 }
 """`Any` in annotations, per 1,000 lines; the aim is 5, and these may only fall."""
+SHARED_CONSTANTS = frozenset(
+    "D GREY HEAD_SIZE MAX_FILE_BYTES MIN_COMPILE_TIME_S N NO_SEQUENCE PAGE_SIZE "
+    "REPLACEMENT STEPS_PER_CALL SWEEPS TRAININGS".split()
+)
+"""Constants that several files of the library define, with one meaning."""
 
 
 def _bindings(tree: ast.Module) -> Iterator[str]:
@@ -174,3 +179,24 @@ def test_identifiers_are_nouns(package: str) -> None:
     assert 100 * len(indefinite) / len(names) <= MAX_INDEFINITE, package
     assert 1000 * num_tuples / num_lines <= MAX_TUPLES, package
     assert 1000 * num_any / num_lines <= MAX_ANY[package], package
+
+
+def test_a_constant_has_one_meaning() -> None:
+    names: list[str] = []
+    for package in ("jaxkv", "pallas_kernels", "scaling"):
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            targets = [
+                node.targets[0] if isinstance(node, ast.Assign) else node.target
+                for node in tree.body
+                if isinstance(node, ast.Assign | ast.AnnAssign)
+            ]
+            constants = {
+                name.id.strip("_")
+                for target in targets
+                for name in ast.walk(target)
+                if isinstance(name, ast.Name) and name.id.strip("_").isupper()
+            }
+            names += constants
+    repeated = {name for name in names if names.count(name) > 1}
+    assert repeated == SHARED_CONSTANTS

@@ -343,7 +343,7 @@ def new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NewFamily:
     implied = {**llama.implied, "norm": "peak"}
     toy = llama._replace(architecture="ToyLM", implied=implied)
     monkeypatch.setitem(FAMILIES, "toy", toy)
-    monkeypatch.setitem(configs.ACTIVATIONS, "relu2", ("relu2",))
+    monkeypatch.setitem(configs.ACTIVATION_NAMES, "relu2", ("relu2",))
 
     names = {"norm": "peak", "activation": "relu2", "family": "toy"}
     shape = dataclasses.replace(engines.MODEL, num_layers=1, **names)

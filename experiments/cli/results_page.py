@@ -23,7 +23,7 @@ from jaxkv.report import (
 )
 
 RECORDS = Path(__file__).parents[1] / "records"
-PAGE = Path(__file__).parents[1] / "RESULTS.md"
+RESULTS_PAGE = Path(__file__).parents[1] / "RESULTS.md"
 _APART = {"calibrated": ", calibrated", "checks": ", check"}
 """Suffix of the verdict of claims that are not reproductions."""
 
@@ -111,7 +111,7 @@ def read_record(run: Path, root: Path) -> ClaimsRecord:
 
 def render_page(records: list[ClaimsRecord]) -> str:
     """Renders the page in Markdown."""
-    sections = ["# Claims and measured numbers", _first_line(records), _WORDS]
+    sections = ["# Claims and measured numbers", _first_line(records), _STATUS_LEGEND]
     for record in records:
         if not record.claims:
             continue
@@ -130,7 +130,7 @@ def render_page(records: list[ClaimsRecord]) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-_WORDS = (
+_STATUS_LEGEND = (
     "*Holds*: our number is within the tolerance of the published one. *Fails*: it is"
     " outside, under the same conditions. *Differs*: the conditions differ, so the"
     " numbers cannot be compared; the note gives the reason, and a direction that the"

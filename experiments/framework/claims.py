@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from jaxkv import files
 from jaxkv.report import (
-    KINDS,
+    CLAIM_KINDS,
     Claim,
     ClaimKind,
     Direction,
@@ -198,7 +198,9 @@ class ClaimSpec:
         Raises:
           ValueError: fields are missing or contradict each other.
         """
-        if isinstance(self.tolerance, str) and not _SHARE.fullmatch(self.tolerance):
+        if isinstance(self.tolerance, str) and not _PERCENTAGE.fullmatch(
+            self.tolerance
+        ):
             raise ValueError(
                 f"tolerance={self.tolerance!r} must be a number, or a share as '5 %'"
             )
@@ -215,7 +217,7 @@ class ClaimSpec:
                 f"direction={self.direction!r} needs kind='cannot compare', not "
                 f"kind={self.kind!r}"
             )
-        if self.direction not in ("", AS_STATED) and not _BOUND.fullmatch(
+        if self.direction not in ("", AS_STATED) and not _BOUND_PATTERN.fullmatch(
             self.direction
         ):
             raise ValueError(
@@ -274,9 +276,9 @@ class ClaimSpec:
 
 AS_STATED = "as stated"
 """Direction that equals the claim's own relation and tolerance."""
-_SHARE = re.compile(r"[0-9.]+ %")
-_BOUND = re.compile(r"(above|below|at least|at most) (-?[0-9.]+)")
-_COMPARED: Mapping[str, Callable[[float, float], bool]] = {
+_PERCENTAGE = re.compile(r"[0-9.]+ %")
+_BOUND_PATTERN = re.compile(r"(above|below|at least|at most) (-?[0-9.]+)")
+_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     "above": operator.gt,
     "below": operator.lt,
     "at least": operator.ge,
@@ -290,9 +292,9 @@ def _direction(spec: ClaimSpec, claim: Claim) -> Direction:
         return ""
     if spec.direction == AS_STATED:
         return "holds" if claim.verdict == "holds" else "fails"
-    bound = _BOUND.fullmatch(spec.direction)
+    bound = _BOUND_PATTERN.fullmatch(spec.direction)
     assert bound is not None
-    holds = _COMPARED[bound[1]](claim.ours, float(bound[2]))
+    holds = _COMPARISONS[bound[1]](claim.ours, float(bound[2]))
     return "holds" if holds else "fails"
 
 
@@ -316,7 +318,7 @@ class ClaimsFile:
         words = {name: x for name, x in document.items() if isinstance(x, str)}
         for id, x in document.items():
             if isinstance(x, dict) and "kind" not in x:
-                kinds = ", ".join(KINDS)
+                kinds = ", ".join(CLAIM_KINDS)
                 raise ValueError(f"{self.path}: {id}: kind is missing; one of: {kinds}")
         claims = {
             id: from_plain(ClaimSpec, x, f"{self.path}: {id}")

@@ -16,7 +16,7 @@ from jaxkv import arrays
 from jaxkv.memory import NO_PAGE, Pages, Rows
 from jaxkv.models import ForwardResult
 
-_NEVER = -30.0
+_IMPOSSIBLE = -30.0
 """Logit of a word that does not follow."""
 
 
@@ -46,7 +46,7 @@ class SentenceLanguage:
                 follows = weights.setdefault(tuple(ids[:end]), {})
                 follows[ids[end]] = follows.get(ids[end], 0.0) + weight
         self._known = np.full((len(weights), max_length), -1, np.int32)
-        self._law = np.full((len(weights), len(self.words)), _NEVER, np.float32)
+        self._law = np.full((len(weights), len(self.words)), _IMPOSSIBLE, np.float32)
         for row, (prefix, follows) in enumerate(weights.items()):
             self._known[row, : len(prefix)] = prefix
             total = sum(follows.values())

@@ -16,7 +16,7 @@ from jaxkv.serving import Completion, Engine
 NUM_SHOWN = 3
 """Answers that stream on the terminal at the same time."""
 NUM_LINES = 5
-WIDTH = 76
+LINE_WIDTH = 76
 """Lines shown of each answer, and their width in characters."""
 SHOW_EVERY_S = 0.1
 
@@ -78,7 +78,7 @@ class Server:
                 shown_s = self.engine.now()
                 blocks = []
                 for i in [*running][:NUM_SHOWN]:
-                    end = last_lines(texts[i], num_lines=NUM_LINES, width=WIDTH)
+                    end = last_lines(texts[i], num_lines=NUM_LINES, width=LINE_WIDTH)
                     # All blocks have the same height, so that lines stay in place.
                     missing = "\n" * (NUM_LINES - 1 - end.count("\n"))
                     blocks.append(f"--- request {i + 1} ---\n{end}{missing}")

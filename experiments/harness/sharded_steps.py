@@ -21,7 +21,7 @@ from scaling.training import (
     tree_specs,
 )
 
-NUMBER_BYTES = 4
+FLOAT32_BYTES = 4
 """Bytes of an activation, weight or gradient: float32."""
 
 
@@ -68,7 +68,7 @@ def count_compiled(
     memory = program.memory_analysis()
     param_bytes = memory.argument_size_in_bytes - 4 * windows.size
     return DeviceCounts(
-        params=param_bytes / NUMBER_BYTES,
+        params=param_bytes / FLOAT32_BYTES,
         sent_bytes=collective_bytes(program),
         flops=float(program.cost_analysis()["flops"]),
         kept_bytes=float(memory.temp_size_in_bytes),
@@ -97,6 +97,6 @@ def predicted_traffic(
         layout,
         batch=batch // layout.data,
         sequence=sequence,
-        number_bytes=NUMBER_BYTES,
-        gradient_bytes=NUMBER_BYTES,
+        number_bytes=FLOAT32_BYTES,
+        gradient_bytes=FLOAT32_BYTES,
     )

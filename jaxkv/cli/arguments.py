@@ -91,7 +91,7 @@ def parse_model_options[T](
 
 type RunRequest = tuple[Any, Path | None, float]
 """Config, folder and time limit in s of a run."""
-_PLAIN = ("--out", "--config", "--max-seconds")
+_COMMON_FLAGS = ("--out", "--config", "--max-seconds")
 """Flags that are parsed without tyro if there is no other flag."""
 
 
@@ -120,7 +120,7 @@ def parse_changes(
         flag, joined, value = remaining.pop(0).partition("=")
         if not joined and remaining and not remaining[0].startswith("-"):
             value = remaining.pop(0)
-        if flag in plain or flag not in _PLAIN or not value:
+        if flag in plain or flag not in _COMMON_FLAGS or not value:
             break
         plain[flag] = value
     else:

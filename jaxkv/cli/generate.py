@@ -108,7 +108,7 @@ class GenerateOptions:
     better answers are likely, never while they are possible."""
     chat: bool = False
     """Treat the prompt as a message to a chat model, with its chat template."""
-    loading: Annotated[ModelOptions, parsing.GROUP] = ModelOptions()
+    loading: Annotated[ModelOptions, parsing.UNNAMED] = ModelOptions()
 
 
 def main(args: list[str]) -> CommandOutput:
@@ -386,7 +386,7 @@ def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> Any:
 
 def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
     """Returns arguments of `Engine.load`: dtype, end tokens and speculation."""
-    from jaxkv.speculation import KINDS, SpeculationConfig
+    from jaxkv.speculation import HEAD_KINDS, SpeculationConfig
 
     fields: dict[str, Any] = {"dtype": options.dtype, "end_tokens": options.end_tokens}
     if options.drafts is not None:
@@ -396,7 +396,7 @@ def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
     draft = heads = None
     if options.draft_model is not None:
         draft = model_folder(options.draft_model)
-    if options.heads is not None or options.speculate in KINDS:
+    if options.heads is not None or options.speculate in HEAD_KINDS:
         heads = options.heads or find_heads_folder(model, options.speculate)
     return fields | {
         "speculate": SpeculationConfig(

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-NAMES = ("--coordinator", "--num-processes", "--process-id")
+PROCESS_FLAGS = ("--coordinator", "--num-processes", "--process-id")
 HELP = """\
 With --coordinator HOST:PORT --num-processes N --process-id I a command is one of N
 processes whose devices form one mesh; I starts at 0. With --coordinator cluster, N
@@ -20,7 +20,7 @@ _DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
 
 def is_requested(args: list[str]) -> bool:
     """Returns True if the arguments after `jaxkv` request several processes."""
-    return any(word.startswith(NAMES) for word in args)
+    return any(word.startswith(PROCESS_FLAGS) for word in args)
 
 
 def fork_worker() -> int | None:
@@ -68,7 +68,7 @@ def check_command(command: str) -> None:
     num = 1 if joined is None else joined.num_processes()
     if num > 1 and command not in MANY:
         raise ValueError(
-            f"{NAMES[0]} is only for {' and '.join(MANY)}: each of {num} "
+            f"{PROCESS_FLAGS[0]} is only for {' and '.join(MANY)}: each of {num} "
             f"processes would repeat {command}"
         )
 
@@ -88,18 +88,20 @@ def join_from_command(args: list[str]) -> list[str]:
     value_by_flag, remaining_args = _split_flags(args)
     if not value_by_flag:
         return args
-    if NAMES[0] not in value_by_flag:
-        raise ValueError(f"{next(iter(value_by_flag))} needs {NAMES[0]} HOST:PORT")
+    if PROCESS_FLAGS[0] not in value_by_flag:
+        raise ValueError(
+            f"{next(iter(value_by_flag))} needs {PROCESS_FLAGS[0]} HOST:PORT"
+        )
     from jaxkv.parallel import is_first, join_processes
 
-    for name in NAMES[1:]:
+    for name in PROCESS_FLAGS[1:]:
         if name in value_by_flag and not value_by_flag[name].isdecimal():
             raise ValueError(f"{name} {value_by_flag[name]}: must be a whole number")
     numbers = [
         int(value_by_flag[name]) if name in value_by_flag else None
-        for name in NAMES[1:]
+        for name in PROCESS_FLAGS[1:]
     ]
-    join_processes(value_by_flag[NAMES[0]], *numbers)
+    join_processes(value_by_flag[PROCESS_FLAGS[0]], *numbers)
     if not is_first():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     return remaining_args
@@ -138,7 +140,7 @@ def _split_flags(args: list[str]) -> tuple[dict[str, str], list[str]]:
     words = iter(args)
     for word in words:
         name, is_joined, value = word.partition("=")
-        if name not in NAMES:
+        if name not in PROCESS_FLAGS:
             remaining_args.append(word)
             continue
         if name in value_by_flag:

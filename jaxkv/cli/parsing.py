@@ -21,7 +21,7 @@ def describe_default(text: str, help: str | None = None) -> object:
     return tyro.conf.arg(help=help, help_behavior_hint=f"(default: {text})")
 
 
-GROUP = tyro.conf.arg(name="")
+UNNAMED = tyro.conf.arg(name="")
 """Annotates a field whose own fields are flags without a prefix."""
 MAX_SECONDS = (
     "Time limit in seconds, after which the run stops as after Ctrl-C; status 75 means "
@@ -72,7 +72,7 @@ def config_options(base: Any, folder: str) -> Any:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Options:
-        settings: Annotated[config_type, GROUP] = base
+        settings: Annotated[config_type, UNNAMED] = base
         out: Annotated[Path | None, no_none, in_folder] = None
         config: Annotated[Path | None, no_none, named] = None
         max_seconds: Annotated[float, no_none, no_end] = math.inf

@@ -25,7 +25,7 @@ from jaxkv.report import from_plain
 
 API_KEY = "JAXKV_API_KEY"
 """Environment variable with the key, used without `--api-key`."""
-WAIT_S = 0.2
+SIGNAL_POLL_S = 0.2
 """Largest delay of a signal by a wait for workers."""
 _DEFAULT_LENGTH = 1024
 
@@ -92,7 +92,7 @@ class ServeOptions:
     """Name under which routers of one cluster share workers."""
     config: Annotated[Path | None, parsing.describe_default("none")] = None
     """JSON object of these options to start from, such as {"decode": 2}."""
-    loading: Annotated[generate.ModelOptions, parsing.GROUP] = dataclasses.field(
+    loading: Annotated[generate.ModelOptions, parsing.UNNAMED] = dataclasses.field(
         default_factory=generate.ModelOptions
     )
 
@@ -246,7 +246,7 @@ def _serve_workers(
                 wait=False,
             ) as service:
                 # Each wait is short, since a signal is only recorded.
-                while not signals and not service.wait_until_ready(WAIT_S):
+                while not signals and not service.wait_until_ready(SIGNAL_POLL_S):
                     pass
                 if not signals:
                     fields: dict[str, Any] = {"model": name, **service.info}
@@ -255,7 +255,7 @@ def _serve_workers(
                         workers = service.status()["workers"]
                         fields |= {"router_pid": service.pid, "workers": workers}
                     _announce(url_of(listener), fields, lines, shown_key, documents)
-                while not signals and not service.wait(WAIT_S):
+                while not signals and not service.wait(SIGNAL_POLL_S):
                     pass
                 if not signals:
                     raise ConnectionError(service.end_reason())

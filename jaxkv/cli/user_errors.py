@@ -4,11 +4,11 @@ import dis
 import errno
 import re
 
-_PACKAGES = ("jaxkv", "pallas_kernels", "scaling", "experiments", "__main__")
+_CODE_PACKAGES = ("jaxkv", "pallas_kernels", "scaling", "experiments", "__main__")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-_OWN = re.compile(r"\bself\.(?=\w+(?:, self\.\w+)*=)")
+_SELF_PREFIX = re.compile(r"\bself\.(?=\w+(?:, self\.\w+)*=)")
 """Prefix that `f"{self.level=}"` puts before a field's name; a path may contain
 `self.`, too."""
 
@@ -24,7 +24,7 @@ def error_line(error: object) -> str:
     """
     if isinstance(error, OSError) and error.filename is not None:
         error = f"{error.filename}: cannot be used: {error.strerror}"
-    return " ".join(_OWN.sub("", str(error)).split())
+    return " ".join(_SELF_PREFIX.sub("", str(error)).split())
 
 
 def is_user_error(error: BaseException) -> bool:
@@ -48,4 +48,4 @@ def is_user_error(error: BaseException) -> bool:
         end = end.tb_next
     module = end.tb_frame.f_globals.get("__name__", "").partition(".")[0]
     raised = end.tb_frame.f_code.co_code[end.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return raised and module in _PACKAGES
+    return raised and module in _CODE_PACKAGES

@@ -25,12 +25,12 @@ import numpy as np
 
 REMEMBERED_BYTES = 1 << 26
 """Files with fewer bytes together are hashed at every load, in under 0.1 s."""
-_LIBRARIES = tuple(
+_LIBRARY_FOLDERS = tuple(
     os.path.join(sysconfig.get_paths()[name], "")
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _OWN_PACKAGES = ("jaxkv", "pallas_kernels")
-_PLAIN = (bool, int, float, complex, str, bytes, range, slice)
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, range, slice)
 _DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property)
 _BOILERPLATE = frozenset(
     f"__{name}__"
@@ -101,7 +101,7 @@ class _Describer:
     def describe(self, value: object) -> str:
         """Returns the text of a value."""
         kind = type(value)
-        if value is None or value is Ellipsis or kind in _PLAIN:
+        if value is None or value is Ellipsis or kind in _PLAIN_TYPES:
             return f"{kind.__name__} {value!r}"
         if id(value) in self._active:
             return f"outer {self._active.index(id(value))}"
@@ -248,7 +248,9 @@ def _library(module: str) -> str | None:
     # A package without __init__.py has only a path.
     paths = [getattr(top, "__file__", None), *getattr(top, "__path__", ())]
     path = next((os.path.abspath(x) for x in paths if x is not None), "")
-    is_installed = path.startswith(_LIBRARIES) or package in sys.builtin_module_names
+    is_installed = (
+        path.startswith(_LIBRARY_FOLDERS) or package in sys.builtin_module_names
+    )
     if package == "__main__" or not (is_installed or package in _OWN_PACKAGES):
         return None
     return f"{module} {getattr(top, '__version__', '')}"

@@ -76,7 +76,7 @@ class Reply(NamedTuple):
     value: Any
 
 
-METHODS = (
+ROUTER_METHODS = (
     "answer",
     "stream",
     "cancel",
@@ -113,8 +113,10 @@ class _Dispatcher:
     async def _carry_out(self, call: RouterCall) -> None:
         number = call.number
         try:
-            if call.method not in METHODS:
-                raise ValueError(f"method={call.method!r} must be one of {METHODS}")
+            if call.method not in ROUTER_METHODS:
+                raise ValueError(
+                    f"method={call.method!r} must be one of {ROUTER_METHODS}"
+                )
             reply_content = getattr(self._router, call.method)(
                 *call.args, **call.fields
             )

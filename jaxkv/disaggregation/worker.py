@@ -37,7 +37,7 @@ ORPHAN_S = 60.0
 """Seconds without any router after which a worker ends itself."""
 
 
-ROLES = ("prefill", "decode")
+WORKER_ROLES = ("prefill", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ class WorkerSpec:
     """Specification of a worker."""
 
     role: str
-    """Phase that the router uses it for, one of `ROLES`; every worker can do both."""
+    """Phase that the router uses it for, one of `WORKER_ROLES`; every worker can do
+    both."""
     folder: str
     """Hugging Face folder of the model, readable on the worker's machine."""
     engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -65,7 +66,7 @@ class WorkerSpec:
         Raises:
           ValueError: the role is unknown, or a number is out of its range.
         """
-        validation.choice("role", self.role, ROLES)
+        validation.choice("role", self.role, WORKER_ROLES)
         for name, value in self.mesh.items():
             validation.integer(f"mesh[{name!r}]", value, low=1)
 

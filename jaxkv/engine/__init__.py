@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxkv.engine.snapshots import load_state, save_state
     from jaxkv.engine.state import (
         CANCELLED,
-        REASONS,
+        FINISH_REASONS,
         EngineConfig,
         EngineFields,
         EngineState,

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays, memory, sampling
 from jaxkv.engine.groups import find_slot_groups, is_beam
 from jaxkv.engine.state import (
-    FULL,
+    LENGTH_REACHED,
     NOT_A_NUMBER,
     NOT_ENDED,
     STOPPED,
@@ -201,7 +201,7 @@ def _finish(
 
     s = lax.fori_loop(0, jnp.any(done).astype(jnp.int32), write, state.sequences)
     full = length == (s.limit - s.prompt_length)[row]
-    reason = jnp.where(full, FULL, STOPPED)
+    reason = jnp.where(full, LENGTH_REACHED, STOPPED)
     reason = jnp.where(length == 0, NOT_A_NUMBER, reason)
     reason = jnp.where(done, reason, NOT_ENDED)
     num_tokens = jnp.where(done, start[first] + length, state.slots.num_tokens)

@@ -22,7 +22,7 @@ from jaxkv.memory import (
 )
 from jaxkv.scheduling import BLOCKED, Counts
 
-_HALF = 1 << 15
+_HALF_WORD = 1 << 15
 """Two counts below it fit into an int32."""
 
 
@@ -164,13 +164,13 @@ def _if_shared[T](
             return jnp.zeros_like(group), jnp.zeros_like(group)
         # One use is that of the cache.
         alone = pinned & (arrays.take(pool.ref, table.page_ids, fill=0) == 2)
-        if table.page_ids.shape[1] >= _HALF:
+        if table.page_ids.shape[1] >= _HALF_WORD:
             cached, idle = jnp.sum(jnp.stack([pinned, alone]), axis=2, dtype=jnp.int32)
             return cached, idle
         # One sum of both, since a second one would be a kernel launch.
-        both = jnp.where(pinned, jnp.where(alone, _HALF + 1, 1), 0)
+        both = jnp.where(pinned, jnp.where(alone, _HALF_WORD + 1, 1), 0)
         both = jnp.sum(both, axis=1, dtype=jnp.int32)
-        return both % _HALF, both // _HALF
+        return both % _HALF_WORD, both // _HALF_WORD
 
     def search() -> T:
         holder = memory.holders(table, group)

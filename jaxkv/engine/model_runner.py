@@ -4,8 +4,8 @@ Fast numerics have these programs: "decode", one row per slot, if every slot fee
 most one token; "verify", `1 + draft length` rows per slot, with speculation; and
 "mixed", `token_budget` packed rows, for steps with prefill. The device selects the
 program by loops of zero or one trip, because a `cond` would copy the pages.
-Reproducible numerics have one program of exactly `TILE` rows, which runs as often as
-the step's rows need.
+Reproducible numerics have one program of exactly `ROW_TILE` rows, which runs as often
+as the step's rows need.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxkv import arrays
 from jaxkv.engine.drafting import Drafts, Tree
-from jaxkv.engine.state import TILE, EngineConfig, EngineState
+from jaxkv.engine.state import ROW_TILE, EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import Pages, Rows
 from jaxkv.models import Forward
@@ -99,10 +99,10 @@ def feed(
         def one(index: Array, carry: tuple[Logits, Pages]) -> Any:
             logits, pages = carry
             result = run(pages, _tile(packed, index))
-            target = lax.dynamic_slice_in_dim(packed.target, index * TILE, TILE)
+            target = lax.dynamic_slice_in_dim(packed.target, index * ROW_TILE, ROW_TILE)
             return arrays.put(logits, target, result.logits), result.pages
 
-        num_tiles = (jnp.sum(num_rows, dtype=jnp.int32) + TILE - 1) // TILE
+        num_tiles = (jnp.sum(num_rows, dtype=jnp.int32) + ROW_TILE - 1) // ROW_TILE
         with jax.named_scope("tiles"):
             logits, pages = lax.fori_loop(0, num_tiles, one, (blank, state.pages))
         logits, drafted = _split_drafts(logits, config)
@@ -266,11 +266,11 @@ def _tile(packed: _PackedRows, index: int | Array) -> Rows:
     """Returns the `index`-th tile of the rows."""
 
     def cut(x: Array) -> Array:
-        return lax.dynamic_slice_in_dim(x, index * TILE, TILE)
+        return lax.dynamic_slice_in_dim(x, index * ROW_TILE, ROW_TILE)
 
     rows = packed.rows
     assert rows.slot is not None
-    every = jnp.arange(TILE, dtype=jnp.int32)
+    every = jnp.arange(ROW_TILE, dtype=jnp.int32)
     return rows._replace(
         token=cut(rows.token),
         position=cut(rows.position),
@@ -296,7 +296,7 @@ def _pack(
         num_packed = config.token_budget
         length = config.max_drafts
         if config.numerics == "reproducible":
-            num_packed = -(-num_packed // TILE) * TILE
+            num_packed = -(-num_packed // ROW_TILE) * ROW_TILE
         # All pairs, not `cumsum`: XLA's kernel for that loses the named scope.
         upto = jnp.tri(config.max_slots, dtype=jnp.bool_)
         end = jnp.sum(jnp.where(upto, num_rows, 0), axis=1, dtype=jnp.int32)

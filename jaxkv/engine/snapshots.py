@@ -42,7 +42,7 @@ from jaxkv.files import (
 from jaxkv.files import digests as _digests
 from jaxkv.memory import Pages, to_host
 
-HEADER = "snapshot.json"
+SNAPSHOT_FILE = "snapshot.json"
 ARRAYS = "arrays"
 """Names in the folder."""
 
@@ -84,7 +84,7 @@ def save_state(
             "parts of the state are on devices of other processes; only an engine of "
             "one process can be saved"
         )
-    check_replaceable(folder, HEADER, "snapshot", overwrite)
+    check_replaceable(folder, SNAPSHOT_FILE, "snapshot", overwrite)
     shapes = _described(_like(config, state.pages, state.memory))
     if different := _differences(_described(state), shapes, "in the state", "needed"):
         raise ValueError(f"the state must match the configuration: {different}")
@@ -104,7 +104,9 @@ def save_state(
             "arrays": shapes,
             "files": _digests(new / ARRAYS),
         }
-        (new / HEADER).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+        (new / SNAPSHOT_FILE).write_text(
+            json.dumps(header, indent=2) + "\n", encoding="utf-8"
+        )
     return folder
 
 
@@ -135,10 +137,10 @@ def load_state(
     folder = validation.path("folder", folder).absolute()
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such snapshot")
-    saved = read_json(folder / HEADER)
+    saved = read_json(folder / SNAPSHOT_FILE)
     for part in ("config", "arrays", "files"):
         if not isinstance(saved.get(part), dict):
-            raise ValueError(f"{folder / HEADER}: {part} must be a JSON object")
+            raise ValueError(f"{folder / SNAPSHOT_FILE}: {part} must be a JSON object")
     config_fields = json.loads(json.dumps(dataclasses.asdict(config)))
     if different := _differences(saved["config"], config_fields):
         raise ValueError(f"{folder}: is of another configuration: {different}")
@@ -147,7 +149,7 @@ def load_state(
         raise ValueError(f"{folder}: holds other arrays: {different}")
     # Orbax detects missing and truncated files, but not a changed byte of a large
     # array.
-    check_digests(folder / ARRAYS, saved["files"], HEADER)
+    check_digests(folder / ARRAYS, saved["files"], SNAPSHOT_FILE)
     shapes = {
         # NumPy templates make Orbax read into NumPy; a broadcast zero takes no memory.
         name: np.broadcast_to(np.zeros((), x.dtype), x.shape)

@@ -28,12 +28,12 @@ from jaxkv.memory import (
 from jaxkv.sampling import Beams, Params, greedy_params, make_beams
 from jaxkv.scheduling import RequestAttributes
 
-TILE = 64
+ROW_TILE = 64
 """Rows of each forward pass under `numerics="reproducible"`."""
 
-REASONS = (None, "stop", "length", "cancelled", "nan")
+FINISH_REASONS = (None, "stop", "length", "cancelled", "nan")
 """Finish reasons, indexed by `Sequences.reason`."""
-NOT_ENDED, STOPPED, FULL, CANCELLED, NOT_A_NUMBER = range(5)
+NOT_ENDED, STOPPED, LENGTH_REACHED, CANCELLED, NOT_A_NUMBER = range(5)
 
 
 class EngineFields(TypedDict, total=False):
@@ -212,7 +212,7 @@ class Sequences(NamedTuple):
     tokens: Int32[Array, "sequences max_length"]
     """Prompt, then answer."""
     reason: Int32[Array, " sequences"]
-    """Finish reason: an index into `REASONS`."""
+    """Finish reason: an index into `FINISH_REASONS`."""
     request_id: Int32[Array, " sequences"]
     """Caller's id of the request."""
     group: Int32[Array, " sequences"]

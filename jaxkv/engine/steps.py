@@ -57,8 +57,8 @@ class StepInfo(NamedTuple):
     sample: Int32[Array, " slots"]
     """Index of the sequence in its request."""
     reason: Int32[Array, " slots"]
-    """Finish reason of a sequence that ended in this step, an index into `REASONS`;
-    else 0."""
+    """Finish reason of a sequence that ended in this step, an index into
+    `FINISH_REASONS`; else 0."""
     num_rows: Int32[Array, " slots"]
     """Tokens fed, drafts included."""
     held: Bool[Array, " slots"]

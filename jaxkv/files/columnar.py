@@ -26,7 +26,7 @@ class Columns(NamedTuple):
 
 def detect_format(data: bytes) -> str:
     """Returns the columnar format of data by its first bytes; empty if it has none."""
-    for start, kind in _STARTS.items():
+    for start, kind in _MAGIC_BYTES.items():
         if data.startswith(start):
             return kind
     return ""
@@ -68,7 +68,7 @@ def unpack_zstd(data: bytes, max_bytes: int) -> bytes:
 
 
 _ZIP = "a zip archive"
-_STARTS = {
+_MAGIC_BYTES = {
     b"PAR1": "Parquet",
     b"ARROW1": "Arrow",
     b"\xff\xff\xff\xff": "an Arrow stream",

@@ -22,7 +22,7 @@ _SUFFIX = r"(?:[eE][-+]?\d+)?\s*[KMBGTkmbgt]?"
 _DECIMAL = re.compile(rf"[-+]?(?:\d+|\d{{1,3}}(?:\.\d{{3}})+),\d+{_SUFFIX}")
 _THOUSANDS = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:,\d{{3}})+(?:\.\d+)?{_SUFFIX}")
 _DOTTED = re.compile(rf"[-+]?[1-9]\d{{0,2}}(?:\.\d{{3}})+{_SUFFIX}")
-_NUMBER = re.compile(rf"[-+]?(?:\d+[.,]?\d*|[.,]\d+){_SUFFIX}")
+_NUMBER_TEXT = re.compile(rf"[-+]?(?:\d+[.,]?\d*|[.,]\d+){_SUFFIX}")
 
 
 class Delimited(NamedTuple):
@@ -196,10 +196,10 @@ class DelimitedReader:
         except (csv.Error, StopIteration):
             return []
         cells = [cell.strip() for cell in cells]
-        is_header = len(cells) > 1 and not any(map(_NUMBER.fullmatch, cells))
+        is_header = len(cells) > 1 and not any(map(_NUMBER_TEXT.fullmatch, cells))
         if first:
             is_header &= len(cells) == len(first)
-            is_header &= any(map(_NUMBER.fullmatch, first))
+            is_header &= any(map(_NUMBER_TEXT.fullmatch, first))
         return cells if is_header else []
 
 
@@ -236,7 +236,7 @@ def _rate(text: str, delimiter: str) -> tuple[bool, float, int, int]:
             num_same += len(cells) == num_names
             if num_rows <= _MAX_SAMPLE:
                 pairs = zip(is_number, cells, strict=False)
-                is_number = [x and bool(_NUMBER.fullmatch(y)) for x, y in pairs]
+                is_number = [x and bool(_NUMBER_TEXT.fullmatch(y)) for x, y in pairs]
             elif num_same < num_rows:
                 break
     except ValueError:

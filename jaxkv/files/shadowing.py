@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-PACKAGES = ("scaling", "experiments")
+SHADOWED_PACKAGES = ("scaling", "experiments")
 """Packages next to `jaxkv` with names that a user may have chosen, too."""
 HOME = Path(__file__).parents[2]
 """Folder that contains the packages."""
@@ -55,7 +55,7 @@ class HiddenPackage:
 
 def watch_packages() -> None:
     """Installs a `HiddenPackage` for each package that another file hides."""
-    for name in PACKAGES:
+    for name in SHADOWED_PACKAGES:
         spec = None if name in sys.modules else PathFinder.find_spec(name)
         if spec is None or not (HOME / name / "__init__.py").exists():
             continue
@@ -64,7 +64,7 @@ def watch_packages() -> None:
 
 
 class InstalledPackages:
-    """Import hook that finds `PACKAGES` next to `jaxkv`, before any other folder.
+    """Import hook that finds `SHADOWED_PACKAGES` next to `jaxkv` before other folders.
 
     The command line installs it: with `PYTHONPATH=.` or `python -m`, a `scaling.py` in
     the working folder would otherwise replace a package that a command needs.
@@ -77,4 +77,8 @@ class InstalledPackages:
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         """Finds a package of the project; None for any other module."""
-        return PathFinder.find_spec(name, [str(HOME)]) if name in PACKAGES else None
+        return (
+            PathFinder.find_spec(name, [str(HOME)])
+            if name in SHADOWED_PACKAGES
+            else None
+        )

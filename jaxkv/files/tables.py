@@ -15,7 +15,7 @@ from jaxkv.files.raw_table import Cell as Cell
 from jaxkv.files.raw_table import RawRow as RawRow
 from jaxkv.files.raw_table import RawTable as RawTable
 
-MAX_BYTES = 2**30
+MAX_FILE_BYTES = 2**30
 """Default limit on a file's decompressed size, in bytes."""
 
 _FOREIGN = {
@@ -30,7 +30,7 @@ _FOREIGN = {
 def read_table(
     path: Path,
     *,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int = MAX_FILE_BYTES,
     keep_lists: bool = False,
     allow_partial: bool = True,
 ) -> RawTable:
@@ -81,7 +81,7 @@ def read_table(
     return RawTable(path, names, rows, notes)
 
 
-def read_decompressed_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
+def read_decompressed_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
     """Reads UTF-8 text, compressed or not, with or without a byte order mark.
 
     Raises:

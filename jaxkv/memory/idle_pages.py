@@ -22,12 +22,12 @@ from jaxkv.memory.page_pool import NO_PAGE
 
 FAN_OUT = 8
 """Children of a node."""
-CHUNK = 16
+EVICTION_CHUNK = 16
 """Pages that are evicted at a time."""
 REPLAY_CHUNK = 64
 """Pages whose nodes in the tree are updated at a time."""
 
-_LOWEST = -(2**31)
+_NO_PRIORITY = -(2**31)
 
 
 class IdlePages(NamedTuple):
@@ -124,10 +124,10 @@ def remove(
 def eviction_candidates(
     idle: IdlePages, depth: Int32[Array, " pages"]
 ) -> Int32[Array, " chunk"]:
-    """Returns the first `CHUNK` pages to evict, in order, padded with `NO_PAGE`."""
+    """Returns the first `EVICTION_CHUNK` pages to evict, padded with `NO_PAGE`."""
     *_, last = idle.rounds
     base = arrays.take(idle.rank, jnp.max(last), fill=0)
-    every = jnp.arange(CHUNK, dtype=jnp.int32)
+    every = jnp.arange(EVICTION_CHUNK, dtype=jnp.int32)
     page = last
     places = jnp.arange(last.shape[0], dtype=jnp.int32)
     for entrants in reversed(idle.rounds):
@@ -180,9 +180,9 @@ def _raise_ranks(
 ) -> Int32[Array, " pages"]:
     """Returns the ranks after pages have joined and pages before them have risen."""
     base = priority.reshape(-1)[jnp.argmax(joins)]
-    new = jnp.where(joins, priority - base, _LOWEST)
+    new = jnp.where(joins, priority - base, _NO_PRIORITY)
     new = lax.cummax(new, axis=1, reverse=True)
-    old = jnp.where(ranked, arrays.take(idle.rank, rows, fill=0) - base, _LOWEST)
+    old = jnp.where(ranked, arrays.take(idle.rank, rows, fill=0) - base, _NO_PRIORITY)
     new = jnp.maximum(new, old)
     # A page may be in several rows: the highest rank wins and is written back. Each
     # write depends on the reads before it; otherwise XLA would copy the ranks.
@@ -234,7 +234,9 @@ def _winners(idle: IdlePages, depth: Array, entrants: Array, place: Array) -> Ar
     is_page = page != NO_PAGE
     base = arrays.take(idle.rank, jnp.max(page), fill=0)
     rank = arrays.take(idle.rank, page, fill=0) - base
-    lowest = jnp.min(jnp.where(is_page, rank, -(_LOWEST + 1)), axis=1, keepdims=True)
+    lowest = jnp.min(
+        jnp.where(is_page, rank, -(_NO_PRIORITY + 1)), axis=1, keepdims=True
+    )
     # Children are in the order of ids, and `argmax` returns the first maximum.
     level = jnp.where(is_page & (rank == lowest), arrays.take(depth, page, fill=0), -1)
     winner = jnp.argmax(level, axis=1, keepdims=True)

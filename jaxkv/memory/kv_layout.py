@@ -84,7 +84,7 @@ class KVLayout:
             if self.kv_dtype == "model":
                 return jnp.zeros(sizes, dtype)
             scales = jnp.zeros(shape[:4], np.promote_types(dtype, np.float32))
-            numbers = jnp.zeros(sizes, quantizing.NUMBERS[self.kv_dtype])
+            numbers = jnp.zeros(sizes, quantizing.CODE_DTYPES[self.kv_dtype])
             return QuantizedArray(numbers, scales)
 
         width = shape[4]
@@ -317,7 +317,7 @@ def make_pages(
     if shape[0] * shape[1] >= validation.INT32:  # kernels index all layers as one pool
         raise ValueError(f"{num_layers=} times {num_pages=} must be below 2**31")
     dtype = validation.floating("dtype", dtype)
-    validation.choice("kv_dtype", kv_dtype, ("model", *quantizing.NUMBERS))
+    validation.choice("kv_dtype", kv_dtype, ("model", *quantizing.CODE_DTYPES))
     if value_width is not None:
         validation.integer("value_width", value_width, low=1)
         if value_width > head_dim:

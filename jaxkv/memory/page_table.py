@@ -15,7 +15,7 @@ from jaxkv import arrays, validation
 from jaxkv.memory import demand, page_pool
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 
-_MOST_SHOWN = 16
+_MAX_LISTED_PAGES = 16
 """Page ids of a slot that the text form shows."""
 
 
@@ -78,11 +78,11 @@ class PageTableView(NamedTuple):
             lines.append("slot  request  sample  tokens  pages")
         for slot in self.slots:
             pages = [f"{x}*" if uses[x] > 1 else f"{x}" for x in slot.page_ids]
-            hidden = len(pages) - _MOST_SHOWN
+            hidden = len(pages) - _MAX_LISTED_PAGES
             more = f" ... {hidden} more" if hidden > 0 else ""
             lines.append(
                 f"{slot.slot:4}  {slot.request_id:7}  {slot.sample:6}  "
-                f"{slot.num_tokens:6}  {' '.join(pages[:_MOST_SHOWN])}{more}"
+                f"{slot.num_tokens:6}  {' '.join(pages[:_MAX_LISTED_PAGES])}{more}"
             )
         return "\n".join(lines)
 

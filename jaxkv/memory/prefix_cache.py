@@ -4,10 +4,11 @@ An entry is a page. Its tokens and the page before it (its parent) are stored un
 page id, and a cached page is pinned: it has one more use in the pool. It therefore
 outlives the sequences that used it, until it is evicted.
 
-A page is found by a hash of its tokens and of all tokens before, in buckets of `WAYS`
-pages. The hash only selects the bucket: a hit also compares tokens, parent and salt, so
-hash collisions cannot give a wrong hit; an adversary could at most fill one bucket. The
-parent was found in the same way, so equal tokens and parents mean equal sequences.
+A page is found by a hash of its tokens and of all tokens before, in buckets of
+`BUCKET_SIZE` pages. The hash only selects the bucket: a hit also compares tokens,
+parent and salt, so hash collisions cannot give a wrong hit; an adversary could at most
+fill one bucket. The parent was found in the same way, so equal tokens and parents mean
+equal sequences.
 
 The parent of a cached page is always cached (I7, see `count_prefix_faults`): a page
 enters after its parent, and `prefix_eviction` evicts leaves first. A sequence that uses
@@ -27,7 +28,7 @@ from jaxkv.memory import idle_pages, page_pool
 from jaxkv.memory.idle_pages import IdlePages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 
-WAYS = 8
+BUCKET_SIZE = 8
 """Pages in a bucket. There are two to four buckets for each page: if all pages are
 cached and each new page replaces an evicted one, fewer than one in ten million finds
 its bucket full."""
@@ -114,7 +115,7 @@ def make_prefix_cache(num_pages: int, page_size: int) -> PrefixCache:
     """
     num_buckets = 2 << (num_pages - 1).bit_length()
     return PrefixCache(
-        buckets=jnp.full((num_buckets, WAYS), NO_PAGE, jnp.int32),
+        buckets=jnp.full((num_buckets, BUCKET_SIZE), NO_PAGE, jnp.int32),
         depth=jnp.full(num_pages, NO_PAGE, jnp.int32),
         content=jnp.zeros((num_pages, _SALT + 1 + page_size), jnp.int32),
         last_used=jnp.zeros(num_pages, jnp.int32),

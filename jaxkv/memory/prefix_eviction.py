@@ -19,7 +19,7 @@ from jaxtyping import Array, Int32
 
 from jaxkv import arrays
 from jaxkv.memory import idle_pages, page_pool, prefix_cache
-from jaxkv.memory.idle_pages import CHUNK, IdlePages
+from jaxkv.memory.idle_pages import EVICTION_CHUNK, IdlePages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.prefix_cache import PrefixCache
 
@@ -161,8 +161,8 @@ def evict(
     ) -> tuple[Array, Array, IdlePages, Pool]:
         buckets, depth, idle, pool = carry
         ids = idle_pages.eviction_candidates(idle, depth)
-        every = jnp.arange(CHUNK, dtype=jnp.int32)
-        ids = jnp.where(i * CHUNK + every < num, ids, NO_PAGE)
+        every = jnp.arange(EVICTION_CHUNK, dtype=jnp.int32)
+        ids = jnp.where(i * EVICTION_CHUNK + every < num, ids, NO_PAGE)
         bucket = prefix_cache.bucket_of(cache, prefix_cache.hash_of(cache, ids))
         entries = arrays.take(buckets, bucket, fill=NO_PAGE)
         is_match = (entries == ids[:, None]) & (ids[:, None] != NO_PAGE)
@@ -177,7 +177,7 @@ def evict(
 
     def all_of_them(carry: Any, num: Array) -> Any:
         return lax.fori_loop(
-            0, -(-num // CHUNK), functools.partial(evict_chunk, num), carry
+            0, -(-num // EVICTION_CHUNK), functools.partial(evict_chunk, num), carry
         )
 
     carry = (cache.buckets, cache.depth, cache.idle, pool)

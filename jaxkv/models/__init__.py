@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     )
     from jaxkv.models.row_parts import divide_rows
     from jaxkv.models.transformer import (
-        COLUMNS,
+        BY_COLUMNS,
         SHARED_PARAMS,
         Transformer,
         init_params,

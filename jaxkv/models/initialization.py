@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32, Key
 
 type Shape = tuple[int, ...]
 
-_LEAST = 2**13
+_MIN_DRAWS = 2**13
 """Smallest number of values drawn; drawing them is far faster than compiling a further
 loop."""
 
@@ -68,7 +68,7 @@ def _num_drawn(size: int, keys: Key[Array, " arrays"]) -> int:
     Threefry, whose values depend only on their index.
     """
     by_place = jax.config.jax_threefry_partitionable and "fry" in str(keys.dtype)
-    return max(_LEAST, 1 << (size - 1).bit_length()) if by_place else size
+    return max(_MIN_DRAWS, 1 << (size - 1).bit_length()) if by_place else size
 
 
 class _Stream:

@@ -30,7 +30,7 @@ type Table = Float[Array, "entries hidden"]
 type Function = Callable[[Activations, int], Activations]
 """A function of activations and the axis of the features."""
 
-MANY_ROWS = 96
+MIN_CAST_ROWS = 96
 """Number of rows from which on CPUs multiply faster with the rows first."""
 
 FEW_ROWS = range(2, 5)
@@ -137,7 +137,7 @@ class Orientation:
         """
         if then is None:
             return linear(x, self)
-        if devices.current_target().platform != "cpu" or x.shape[1] < MANY_ROWS:
+        if devices.current_target().platform != "cpu" or x.shape[1] < MIN_CAST_ROWS:
             return then(linear(x, self), -2)
         # Otherwise XLA transposes the product.
         rows = jax.lax.optimization_barrier(x.T) @ linear.matrix.T

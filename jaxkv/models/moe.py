@@ -59,7 +59,7 @@ def route(
     top_groups = experts.top_groups
     if experts.scoring == "sigmoid":
         scores = jax.nn.sigmoid(logits)
-        probs = scores / (jnp.sum(scores, axis=1, keepdims=True) + _TINY)
+        probs = scores / (jnp.sum(scores, axis=1, keepdims=True) + _MIN_WEIGHT_SUM)
     else:
         scores = probs = jax.nn.softmax(logits, axis=1)
     selection = scores
@@ -80,13 +80,15 @@ def route(
     if experts.renormalise:
         total = jnp.sum(share, axis=1, keepdims=True)
         # All sigmoids of a row may be zero.
-        share = share / (total + _TINY if experts.scoring == "sigmoid" else total)
+        share = share / (
+            total + _MIN_WEIGHT_SUM if experts.scoring == "sigmoid" else total
+        )
     if experts.scale != 1:
         share = share * jnp.asarray(experts.scale, share.dtype)
     return Routing(probs, expert, share, bias)
 
 
-_TINY = 1e-20
+_MIN_WEIGHT_SUM = 1e-20
 """Added to sums of sigmoids, as in DeepSeek-V3's implementation."""
 
 

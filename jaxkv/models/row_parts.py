@@ -57,7 +57,7 @@ class RowParts(NamedTuple):
         )
 
 
-WHOLE = RowParts()
+ALL_ROWS = RowParts()
 """All rows on every device."""
 
 
@@ -72,7 +72,7 @@ def divide_rows(
     num = memory.num_page_parts()
     num_rows = rows.position.shape[0]
     if rows.slot is None or numerics != "fast" or num_rows % num:
-        return WHOLE
+        return ALL_ROWS
     return RowParts(num)
 
 

@@ -43,7 +43,7 @@ type Attend[C] = Callable[
     `rotary.LatentProjection`. `angles` encode the positions; None if they are learned.
     `out` has the queries' outputs."""
 
-COLUMNS = Orientation()
+BY_COLUMNS = Orientation()
 
 SHARED_PARAMS = ("embed", "embed_positions", "head")
 """Parameters that drafting layers share with their model."""
@@ -290,7 +290,7 @@ class Transformer(nnx.Module):
         return States(x, carry, routings, before)
 
     def logits(
-        self, hidden: Activations, orientation: Orientation = COLUMNS
+        self, hidden: Activations, orientation: Orientation = BY_COLUMNS
     ) -> Float[Array, "rows words"]:
         """Returns next-token logits in float32 (float64 if the weights are)."""
         c = self.config

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from jaxkv.parallel.collectives import find_collectives
     from jaxkv.parallel.experts import dropped_fraction, exchange, gather_rows
     from jaxkv.parallel.layout import (
-        WHOLE,
+        REPLICATED,
         check_mesh,
         check_pages,
         degree_of,

@@ -11,16 +11,16 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-KINDS = (
+COLLECTIVE_KINDS = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
     "all-to-all",
     "collective-permute",
 )
-_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
-_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$")
-_SHAPE = re.compile(r"\b(pred|bf16|f8\w+|[a-z]\d+)\[([\d,]*)\]")
+_DTYPE_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
+_HLO_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$")
+_ARRAY_SHAPE = re.compile(r"\b(pred|bf16|f8\w+|[a-z]\d+)\[([\d,]*)\]")
 _CALLED = re.compile(
     r"(body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.-]+)"
 )
@@ -31,7 +31,7 @@ class Collective(NamedTuple):
     """One collective operation of a program.
 
     Attributes:
-      kind: one of `KINDS`.
+      kind: one of `COLLECTIVE_KINDS`.
       shapes: element type and shape of each operand.
       devices: number of devices that exchange data; 1 if none is sent.
       trips: number of executions in one run of the program.
@@ -57,7 +57,7 @@ class Collective(NamedTuple):
             if rank == 0 or (len(sides) >= rank and is_floating):
                 digits = re.match(r"[a-z]+(\d+)", kind)
                 width = max(1, int(digits.group(1)) // 8) if digits else 1
-                size += _BYTES.get(kind, width) * math.prod(sides)
+                size += _DTYPE_BYTES.get(kind, width) * math.prod(sides)
         p = self.devices
         size = size * self.trips
         if p == 1:
@@ -95,17 +95,17 @@ def _walk(
 ) -> Iterator[Collective]:
     shapes: dict[str, str] = {}
     for line in bodies.get(name, ()):
-        match = _LINE.match(line)
+        match = _HLO_INSTRUCTION.match(line)
         if match is None:
             continue
         result, shape, kind, operand_text = match.groups()
         shapes[result] = shape
         base = kind.removesuffix("-start")
-        if base in KINDS:
+        if base in COLLECTIVE_KINDS:
             operands = tuple(
                 (kind, tuple(int(x) for x in sides.split(",") if x))
                 for part in re.findall(r"%([\w.-]+)", operand_text.split(")")[0])
-                for kind, sides in _SHAPE.findall(shapes.get(part, ""))
+                for kind, sides in _ARRAY_SHAPE.findall(shapes.get(part, ""))
             )
             yield Collective(base, operands, _devices(line), trips, is_sure)
             continue

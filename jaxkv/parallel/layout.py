@@ -17,7 +17,7 @@ from jaxkv.engine import EngineState
 from jaxkv.memory import CONTEXT, Pages, Staging, check_window
 from jaxkv.models import EXPERT, TENSOR, Params
 
-WHOLE = PartitionSpec()
+REPLICATED = PartitionSpec()
 """Spec of an array that every device has."""
 
 
@@ -128,10 +128,10 @@ def pages_specs(pages: Pages) -> Any:
 
 def state_specs(state: EngineState) -> Any:
     """Returns the specs of an engine's state, in which only pages are divided."""
-    specs: Any = EngineState(*(WHOLE for _ in state))  # ty: ignore[invalid-argument-type]
+    specs: Any = EngineState(*(REPLICATED for _ in state))  # ty: ignore[invalid-argument-type]
     specs = specs._replace(pages=pages_specs(state.pages))
     if (staging := state.staging) is not None:
-        staging_specs: Any = Staging(*(WHOLE for _ in staging))  # ty: ignore[invalid-argument-type]
+        staging_specs: Any = Staging(*(REPLICATED for _ in staging))  # ty: ignore[invalid-argument-type]
         specs = specs._replace(
             staging=staging_specs._replace(pages=pages_specs(staging.pages))
         )

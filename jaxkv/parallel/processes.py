@@ -26,7 +26,7 @@ HEARTBEAT_TIMEOUT_S = 20
 TIMEOUT_S = 60
 """Seconds that a process waits for all processes to start, and to end."""
 
-_NEVER_S = 10**6
+_UNLIMITED_S = 10**6
 """Start-up timeout of JAX in seconds, longer than `TIMEOUT_S`."""
 
 
@@ -89,7 +89,7 @@ def join_processes(
 
     def begin() -> None:
         try:
-            jax.distributed.initialize(**how, initialization_timeout=_NEVER_S)
+            jax.distributed.initialize(**how, initialization_timeout=_UNLIMITED_S)
         except (RuntimeError, ValueError) as error:
             failed.append(error)
 

@@ -6,11 +6,11 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from jaxkv.plotting.boxes import (
+        BOX_GREY,
         COPY,
         GHOST,
-        GREY,
-        INK,
-        SMALL,
+        SMALL_FONT,
+        TEXT_COLOR,
         Box,
         draw_arrow,
         draw_frame,
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         slot_color,
     )
     from jaxkv.plotting.style import (
+        FONT_POINTS,
         PANEL_SIZE_INCHES,
-        POINTS,
         annotate,
         draw_curve,
         draw_reference_line,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         PURPLE,
         RED,
         SKY,
-        SYSTEMS,
+        SYSTEM_STYLES,
         colors,
         system_style,
     )

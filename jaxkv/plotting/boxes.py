@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 from jaxkv.plotting import style
 
-LINE = 0.097
-HALF = 0.47
+LINE_HEIGHT = 0.097
+HALF_WIDTH = 0.47
 """Height of a line of text, and width of the first of two words in it."""
 TEXT = 5.9
-SMALL = 5.3
+SMALL_FONT = 5.3
 """Font sizes of words in pages, and of small notes."""
 GHOST = "0.72"
-GREY = "0.45"
-INK = "0.1"
+BOX_GREY = "0.45"
+TEXT_COLOR = "0.1"
 COPY = (0.835, 0.369, 0.0)  # the palette's vermilion
 
 
@@ -35,14 +35,18 @@ def draw_text(
 ) -> None:
     """Writes dark text, vertically centred on a point; `look` overrides the style."""
     ax.text(
-        x, y, words, fontsize=size, **{"color": INK, "va": "center_baseline"} | look
+        x,
+        y,
+        words,
+        fontsize=size,
+        **{"color": TEXT_COLOR, "va": "center_baseline"} | look,
     )
 
 
 def draw_reference_count(ax: Any, x: float, y: float, before: int, count: int) -> None:
     """Draws the reference count of a page, with the previous one if it decreased."""
     fell = before > count > 0
-    face = INK if count > 1 else COPY if fell else "0.6"
+    face = TEXT_COLOR if count > 1 else COPY if fell else "0.6"
     label = f"{before}→{count}" if fell else str(count)
     pad = {"boxstyle": "round,pad=0.22,rounding_size=0.6", "linewidth": 0}
     look = {"fontweight": "bold", "ha": "center", "color": "white"}
@@ -87,7 +91,9 @@ def draw_frame(
     ax: Any, box: Box, slots: Sequence[int], *, copied: bool = False
 ) -> None:
     """Draws the edge of a page by its reading slots; a fresh copy is highlighted."""
-    edge: Any = INK if len(slots) > 1 else slot_color(slots[0]) if slots else "0.85"
+    edge: Any = (
+        TEXT_COLOR if len(slots) > 1 else slot_color(slots[0]) if slots else "0.85"
+    )
     strong = copied or len(slots) > 1
     look = {"linewidth": 1.1 if strong else 0.6 if slots else 0.5}
     draw_rectangle(
@@ -101,13 +107,13 @@ def draw_words(
     words: Sequence[str],
     *,
     bold: Sequence[int] = (),
-    color: str = INK,
+    color: str = TEXT_COLOR,
 ) -> None:
     """Writes four words in two lines."""
     for k, word in enumerate(words):
         line, half = divmod(k, 2)
-        x = box.x + 0.04 + half * HALF
-        y = box.y + box.height / 2 + (line - 0.5) * LINE
+        x = box.x + 0.04 + half * HALF_WIDTH
+        y = box.y + box.height / 2 + (line - 0.5) * LINE_HEIGHT
         weight = "bold" if k in bold else "normal"
         draw_text(ax, x, y, word, TEXT, color=color, fontweight=weight)
 

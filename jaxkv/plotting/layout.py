@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-_NUMBER = re.compile(r"(\d) (?=%|(?:[kMGT]?i?B|m?s)\b)")
+_NUMBER_WITH_UNIT = re.compile(r"(\d) (?=%|(?:[kMGT]?i?B|m?s)\b)")
 """A number and the space before its unit, which must not be broken."""
 
 PAD_POINTS = 4.0
@@ -129,7 +129,7 @@ def _set_head(ax: Any, left: float) -> None:
 
 def join_units(words: str) -> str:
     """Joins numbers to their units by no-break spaces."""
-    return _NUMBER.sub("\\1\N{NO-BREAK SPACE}", words)
+    return _NUMBER_WITH_UNIT.sub("\\1\N{NO-BREAK SPACE}", words)
 
 
 def _fitted(parent: Any, legend: Any, width: float, **place: Any) -> Any:

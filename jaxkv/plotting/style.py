@@ -18,7 +18,7 @@ from jaxkv.plotting.systems import colors as colors
 PRINT_WIDTH_INCHES = 6.8
 """Text width of a page: two panels, or one wide panel."""
 PANEL_SIZE_INCHES = (3.4, 3.2)
-POINTS = 9
+FONT_POINTS = 9
 """Font size of all text except titles; the smallest size in a figure."""
 LARGE_BYTES = 40_000
 """PNG size from which the number of colours is reduced."""
@@ -29,7 +29,7 @@ STYLE: dict[str, Any] = {
         7,
     ),  # an exponent above the axis would overlap the legend
     "axes.formatter.useoffset": False,
-    "axes.labelsize": POINTS,
+    "axes.labelsize": FONT_POINTS,
     "axes.linewidth": 0.8,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -40,10 +40,10 @@ STYLE: dict[str, Any] = {
     "figure.constrained_layout.h_pad": 0.08,
     "figure.constrained_layout.w_pad": 0.06,
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same on every machine
-    "font.size": POINTS,
+    "font.size": FONT_POINTS,
     "hatch.linewidth": 0.6,
     "legend.columnspacing": 1.2,
-    "legend.fontsize": POINTS,
+    "legend.fontsize": FONT_POINTS,
     "legend.frameon": False,
     "legend.handletextpad": 0.5,
     "legend.labelspacing": 0.3,
@@ -51,9 +51,9 @@ STYLE: dict[str, Any] = {
     "lines.markersize": 4.5,
     "savefig.dpi": 200,
     "svg.hashsalt": "jaxkv",  # element ids do not change from run to run
-    "xtick.labelsize": POINTS,
+    "xtick.labelsize": FONT_POINTS,
     "xtick.major.width": 0.8,
-    "ytick.labelsize": POINTS,
+    "ytick.labelsize": FONT_POINTS,
     "ytick.major.width": 0.8,
 }
 
@@ -150,7 +150,7 @@ def draw_curve(
       ax: axes.
       x: x coordinates.
       y: y coordinates.
-      system: name in `systems.SYSTEMS`, or index of a colour in `colors()`.
+      system: name in `systems.SYSTEM_STYLES`, or index of a colour in `colors()`.
       label: label in the legend; no label if empty.
       look: keywords of `Axes.plot` that override the style.
     """

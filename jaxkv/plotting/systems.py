@@ -15,7 +15,7 @@ BLUE = 5
 RED = 6
 PURPLE = 7
 """Indices of the colours in `style.colors()`."""
-GREY = 8
+GREY_INDEX = 8
 """Index of the grey of published numbers and of peers without a colour."""
 
 
@@ -43,8 +43,8 @@ class SystemStyle(NamedTuple):
         return {"color": self.color, "hatch": self.hatch, "edgecolor": "white"}
 
 
-SYSTEMS: dict[str, tuple[int, str, str]] = {
-    "published": (GREY, "D", ""),
+SYSTEM_STYLES: dict[str, tuple[int, str, str]] = {
+    "published": (GREY_INDEX, "D", ""),
     # Benchmarked programs.
     "jaxkv": (BLUE, "o", ""),
     "jaxkv, first call": (BLUE, "d", "//"),
@@ -53,8 +53,8 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "PyTorch": (RED, "s", "\\\\"),
     "PyTorch, compiled": (PURPLE, "D", "xx"),
     "transformers": (ORANGE, "^", "//"),
-    "llama.cpp": (GREY, "v", ".."),
-    "plain Python": (GREY, "v", ".."),
+    "llama.cpp": (GREY_INDEX, "v", ".."),
+    "plain Python": (GREY_INDEX, "v", ".."),
     # Serving systems and policies.
     "FasterTransformer": (BLACK, "v", "xx"),
     "Orca (Max)": (RED, "s", "\\\\"),
@@ -74,7 +74,7 @@ SYSTEMS: dict[str, tuple[int, str, str]] = {
     "prefill only": (ORANGE, "^", "//"),
     "decode only": (GREEN, "v", ".."),
     # Preemption.
-    "room for all": (GREY, "D", ""),
+    "room for all": (GREY_INDEX, "D", ""),
     "recompute": (RED, "s", "\\\\"),
     "recompute, hold new": (ORANGE, "d", "//"),
     "swap": (BLUE, "o", ""),
@@ -161,5 +161,5 @@ def colors() -> tuple[tuple[float, float, float], ...]:
 
 def system_style(name: str) -> SystemStyle:
     """Returns the style of a system; black with circles for unknown systems."""
-    color, marker, hatch = SYSTEMS.get(name, (BLACK, "o", ""))
+    color, marker, hatch = SYSTEM_STYLES.get(name, (BLACK, "o", ""))
     return SystemStyle((*colors(), (0.5, 0.5, 0.5))[color], marker, hatch)

@@ -12,7 +12,7 @@ from jaxkv.plotting import style
 HELD = "0.82"
 """Grey of a slot that is held by a finished request."""
 
-_NUMBER = {"ha": "center", "va": "center_baseline"}
+_NUMBER_ALIGNMENT = {"ha": "center", "va": "center_baseline"}
 
 
 class SlotSpan(NamedTuple):
@@ -76,7 +76,7 @@ def draw_slots(
                 weights = zip((0.213, 0.715, 0.072), color, strict=True)
                 ink = "black" if sum(w * x * x for w, x in weights) > 0.35 else "white"
                 center = ((span.start + span.end) / 2, span.slot + 1)
-                ax.text(*center, text, color=ink, **_NUMBER)
+                ax.text(*center, text, color=ink, **_NUMBER_ALIGNMENT)
     reads = np.where((request_id >= 0) & (num_rows > 1), request_id, -1)
     for span in split_into_spans(reads):
         if span.value >= 0:

@@ -6,7 +6,7 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from jaxkv.report.claims import (
-        KINDS,
+        CLAIM_KINDS,
         NOT_JUDGED,
         Claim,
         ClaimKind,

@@ -11,7 +11,7 @@ ClaimKind = Literal["reproduces", "calibrated", "cannot compare", "checks"]
 """Kinds of claims. `reproduces`: measured under the conditions of the publication.
 `calibrated`: the published number was used in a fit. `cannot compare`: measured under
 different conditions. `checks`: an oracle, an identity, or a bar of this project."""
-KINDS: tuple[ClaimKind, ...] = get_args(ClaimKind)
+CLAIM_KINDS: tuple[ClaimKind, ...] = get_args(ClaimKind)
 Direction = Literal["", "holds", "fails", "not decided"]
 
 
@@ -31,7 +31,7 @@ class Claim(NamedTuple):
       relation: relation that the measured number must have to the published one: equal
         to it, at least it, at most it, or within the range that starts with it.
       note: conditions and remarks.
-      kind: kind of the statement, one of `KINDS`.
+      kind: kind of the statement, one of `CLAIM_KINDS`.
       published_high: end of a published range, in `unit`; None for a single number.
       direction: verdict on the direction that a source states, for numbers that cannot
         be compared; empty if the source states no direction.
@@ -70,7 +70,12 @@ class Claim(NamedTuple):
 NOT_JUDGED: Verdict = "not judged"
 
 
-_BOUND = {"equal": "", "at_least": "at least ", "at_most": "at most ", "within": ""}
+_BOUND_PHRASES = {
+    "equal": "",
+    "at_least": "at least ",
+    "at_most": "at most ",
+    "within": "",
+}
 
 
 def claim_numbers(claim: Claim) -> str:
@@ -91,7 +96,7 @@ def claim_numbers(claim: Claim) -> str:
     direction = f"; its direction: {claim.direction}" if claim.direction else ""
     return (
         f"ours {units.format_number(claim.ours)}{unit}, "
-        f"{word} {_BOUND[claim.relation]}{numbers}{unit}{slack} "
+        f"{word} {_BOUND_PHRASES[claim.relation]}{numbers}{unit}{slack} "
         f"({claim.source}){direction}"
     )
 
@@ -100,12 +105,12 @@ ClaimGroup = Literal["reproductions", "calibrated", "checks"]
 """Groups of claims. `reproductions`: published numbers, under the same or other
 conditions. `calibrated`: numbers that a fit used. `checks`: oracles, identities and
 bars of this project."""
-_HEADS: Mapping[ClaimGroup, str] = {
+_GROUP_TITLES: Mapping[ClaimGroup, str] = {
     "reproductions": "claims",
     "calibrated": "calibrated",
     "checks": "own checks",
 }
-_COUNTED = {
+_PLURAL_VERBS = {
     "holds": "hold",
     "fails": "fail",
     "differs": "differ in conditions",
@@ -115,7 +120,7 @@ _COUNTED = {
 
 def group_claims(claims: Iterable[Claim]) -> dict[ClaimGroup, list[Claim]]:
     """Returns the claims by group, in the given order."""
-    groups: dict[ClaimGroup, list[Claim]] = {name: [] for name in _HEADS}
+    groups: dict[ClaimGroup, list[Claim]] = {name: [] for name in _GROUP_TITLES}
     named: dict[str, ClaimGroup] = {"calibrated": "calibrated", "checks": "checks"}
     for claim in claims:
         groups[named.get(claim.kind, "reproductions")].append(claim)
@@ -152,7 +157,7 @@ def group_heads(claims: Iterable[Claim]) -> dict[str, list[Claim]]:
         # Checks and calibrated numbers rarely differ: zero counts are left out.
         shown = {x: n for x, n in counts.items() if n or x in ("holds", "fails")}
         shown = counts if name == "reproductions" else shown
-        counted = (f"{n} {_COUNTED[x]}" for x, n in shown.items())
+        counted = (f"{n} {_PLURAL_VERBS[x]}" for x, n in shown.items())
         if listed:
-            heads[f"{_HEADS[name]}: {', '.join(counted)}"] = listed
+            heads[f"{_GROUP_TITLES[name]}: {', '.join(counted)}"] = listed
     return heads

@@ -10,7 +10,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("jaxkv", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_REPORTED_PACKAGES = (
+    "jaxkv",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -25,7 +33,7 @@ def describe_machine() -> dict[str, Any]:
       files differ from the commit), `xla_flags` and `started_at` (UTC).
     """
     versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    for name in _REPORTED_PACKAGES:
         # jaxkv has no version in a plain checkout; the commit identifies it.
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)

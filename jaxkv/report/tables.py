@@ -305,7 +305,7 @@ def _reported_columns(
     return columns
 
 
-_KINDS = {"float": "f", "int": "iu", "bool": "b", "text": "U"}
+_DTYPE_KINDS = {"float": "f", "int": "iu", "bool": "b", "text": "U"}
 
 
 def _of_kind(name: str, value: Any, hint: Any) -> np.ndarray:
@@ -313,8 +313,8 @@ def _of_kind(name: str, value: Any, hint: Any) -> np.ndarray:
     array = np.asarray([*value] if isinstance(value, tuple) else value)
     declared = getattr(hint, "__metadata__", None) or getattr(hint, "dtypes", ())
     first = declared[0] if isinstance(declared, tuple) and declared else ""
-    wanted = next((x for x in _KINDS if str(first).startswith(x)), "")
-    if not wanted or array.dtype.kind in _KINDS[wanted]:
+    wanted = next((x for x in _DTYPE_KINDS if str(first).startswith(x)), "")
+    if not wanted or array.dtype.kind in _DTYPE_KINDS[wanted]:
         return array
     cast = array.astype({"text": str}.get(wanted, wanted))
     if array.size and not (cast == array).all():

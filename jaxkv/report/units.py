@@ -2,11 +2,11 @@
 
 from typing import Any
 
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+_SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
-_FLOPS = (
+_FLOP_UNITS = (
     (1e15, "PFLOP"),
     (1e12, "TFLOP"),
     (1e9, "GFLOP"),
@@ -31,23 +31,23 @@ def format_number(value: Any) -> str:
 
 def format_count(value: float, form: str = ".3g", gap: str = "") -> str:
     """Formats a number of parameters or tokens: 124M."""
-    scale, letter = next((x for x in _COUNTS if value >= x[0]), (1.0, ""))
+    scale, letter = next((x for x in _COUNT_UNITS if value >= x[0]), (1.0, ""))
     return f"{value / scale:{form}}{gap}{letter}".rstrip()
 
 
 def format_seconds(value: float | None) -> str:
     """Formats a duration: 12.3 s, 4.56 ms, 78.9 us."""
-    return _scaled(value, _SECONDS)
+    return _scaled(value, _SECOND_UNITS)
 
 
 def format_bytes(value: float | None) -> str:
     """Formats a number of bytes: 734 MB; 1 MB is 1e6 bytes."""
-    return _scaled(value, _BYTES)
+    return _scaled(value, _BYTE_UNITS)
 
 
 def format_flops(value: float | None) -> str:
     """Formats a number of operations: 1.07 GFLOP."""
-    return _scaled(value, _FLOPS)
+    return _scaled(value, _FLOP_UNITS)
 
 
 def format_percent(value: float | None) -> str:

@@ -6,9 +6,9 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from jaxkv.sampling.beam_search import (
+        AT_LENGTH,
         ESTIMATE,
-        FULL,
-        NEVER,
+        WHEN_FULL,
         BeamParams,
         Beams,
         advance_beams,

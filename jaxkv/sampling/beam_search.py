@@ -19,7 +19,7 @@ from jaxkv.sampling import sampler
 NO_BEAM = -1
 """Entry of an unrolled history without a token."""
 
-ESTIMATE, FULL, NEVER = range(3)
+ESTIMATE, WHEN_FULL, AT_LENGTH = range(3)
 """When a group with `width` answers stops. ESTIMATE (`early_stopping=False` in
 transformers): when its best beam, ended now, would not beat the worst answer. FULL
 (True): at once. NEVER ("never"): when no continuation can beat the worst answer."""
@@ -262,9 +262,9 @@ def _is_done(
     # The log-probability only falls, but a positive penalty divides by more with each
     # token: the bound is the score of a beam that reaches the limit without further
     # loss.
-    rises = (params.early_stopping == NEVER) & (params.length_penalty > 0)
+    rises = (params.early_stopping == AT_LENGTH) & (params.length_penalty > 0)
     reach = jnp.where(rises, params.limit, length)
     hopeless = _penalised(best, reach, params) <= worst
     full = worst > -jnp.inf
-    stop = full & ((params.early_stopping == FULL) | hopeless)
+    stop = full & ((params.early_stopping == WHEN_FULL) | hopeless)
     return stop | (best == -jnp.inf)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxkv import validation
 
-_LARGEST = float(np.finfo(np.float32).max)
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 type _Check = Callable[[str, object], Any]
@@ -161,13 +161,13 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
         raise ValueError(refused) from None
 
 
-_ANY = _number(-_LARGEST, _LARGEST, "finite")
+_ANY = _number(-_MAX_FLOAT32, _MAX_FLOAT32, "finite")
 _CHECKS: dict[str, _Check] = {
-    "temperature": _number(0.0, _LARGEST, ">= 0 and finite"),
+    "temperature": _number(0.0, _MAX_FLOAT32, ">= 0 and finite"),
     "top_k": _count(hint="a count, or 0 for off"),
     "top_p": _number(math.ulp(0.0), 1.0, "in (0, 1]"),
     "min_p": _number(0.0, 1.0, "in [0, 1]"),
-    "repetition_penalty": _number(_SMALLEST, _LARGEST, "above 0 and finite"),
+    "repetition_penalty": _number(_SMALLEST, _MAX_FLOAT32, "above 0 and finite"),
     "presence_penalty": _ANY,
     "frequency_penalty": _ANY,
     "seed": _or_none(_count(below=2**64, hint="None or an integer in [0, 2**64)")),

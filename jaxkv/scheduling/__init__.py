@@ -7,7 +7,7 @@ from pallas_kernels.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from jaxkv.scheduling.ageing import ageing_priority
     from jaxkv.scheduling.attributes import (
-        BOUNDS,
+        ATTRIBUTE_RANGES,
         NO_DEADLINE,
         REQUEST_FIELDS,
         RequestAttributes,
@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     )
     from jaxkv.scheduling.prefill_chunks import ChunkedPrefill, chunked_prefill
     from jaxkv.scheduling.remaining_work import shortest_remaining
-    from jaxkv.scheduling.stalls import MAX_STEPS, StallError, StepCounter, stall_error
+    from jaxkv.scheduling.stalls import (
+        MAX_STALLED_STEPS,
+        StallError,
+        StepCounter,
+        stall_error,
+    )
     from jaxkv.scheduling.static_batching import Static, static
     from jaxkv.scheduling.victims import Victim
     from jaxkv.scheduling.vllm import VLLMScheduler, vllm_scheduler

@@ -26,7 +26,7 @@ class RequestAttributes(NamedTuple):
     """Attributes of a request, or columns of the attributes of several requests.
 
     Times of a request are relative to its arrival; in `Counts` they are relative to the
-    clock. A new attribute is a field with a default, and a range in `BOUNDS`.
+    clock. A new attribute is a field with a default, and a range in `ATTRIBUTE_RANGES`.
     """
 
     arrival_ms: Values = 0
@@ -42,7 +42,7 @@ class RequestAttributes(NamedTuple):
     `Counts` then have the limit of the sequence."""
 
 
-BOUNDS: Any = RequestAttributes(
+ATTRIBUTE_RANGES: Any = RequestAttributes(
     arrival_ms=(0, 0),
     priority=(-1000, 1000),
     deadline_ms=(0, NO_DEADLINE),
@@ -52,7 +52,9 @@ BOUNDS: Any = RequestAttributes(
 """Smallest and largest value of each attribute of a request."""
 
 REQUEST_FIELDS = tuple(
-    name for name in RequestAttributes._fields if len(set(getattr(BOUNDS, name))) > 1
+    name
+    for name in RequestAttributes._fields
+    if len(set(getattr(ATTRIBUTE_RANGES, name))) > 1
 )
 """Attributes that a request can set; the engine sets those with a single value."""
 
@@ -83,7 +85,7 @@ def from_fields(fields: Mapping[str, Any], prefix: str = "") -> RequestAttribute
     """
     attributes = {}
     for name, value in fields.items():
-        low, high = getattr(BOUNDS, name)
+        low, high = getattr(ATTRIBUTE_RANGES, name)
         attributes[name] = validation.integer(
             f"{prefix}{name}",
             value,

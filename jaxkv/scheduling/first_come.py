@@ -38,7 +38,7 @@ class FCFS(NamedTuple):
     watermark: Int32[Array, ""]
     """Pages kept free at admission while any sequence runs, at least 0."""
     victim: Int32[Array, ""] | None
-    """Preemption rule, an index into `victims.NAMES`; None means "latest"."""
+    """Preemption rule, an index into `victims.VICTIM_NAMES`; None means "latest"."""
     swap: Bool[Array, ""] | None
     """True if preempted requests are swapped out as far as the swap space allows."""
     hold: Bool[Array, ""] | None
@@ -150,7 +150,7 @@ def fcfs(
         chunk_size = NO_LIMIT
     chunk = validation.integer("chunk_size", chunk_size, low=1)
     watermark = validation.integer("watermark", watermark)
-    validation.choice("victim", victim, victims.NAMES)
+    validation.choice("victim", victim, victims.VICTIM_NAMES)
     validation.choice("preemption", preemption, ("recompute", "swap"))
     hold = preemption == "swap" if hold_new is None else hold_new
     for name, value in (
@@ -163,7 +163,7 @@ def fcfs(
     def rule(value: bool) -> Bool[Array, ""] | None:
         return jnp.asarray(value) if value or stackable else None
 
-    place = victims.NAMES.index(victim)
+    place = victims.VICTIM_NAMES.index(victim)
     return FCFS(
         chunk_size=jnp.asarray(chunk, jnp.int32),
         watermark=jnp.asarray(watermark, jnp.int32),

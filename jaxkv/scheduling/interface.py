@@ -31,7 +31,7 @@ that the request blocks those after it without a reduction, which would be a ker
 launch. Sums over the head of a queue stay below 2**31."""
 
 
-LAST = 2**31 - 1
+LAST_KEY = 2**31 - 1
 """Sort key of requests that come last."""
 
 
@@ -157,7 +157,7 @@ class Plan(NamedTuple):
 
 
 _MASKS = ("preempt", "swap", "admit")
-_HEAD = ("admit", "head_places", "head_rows")
+_HEAD_FIELDS = ("admit", "head_places", "head_rows")
 
 
 @runtime_checkable
@@ -324,7 +324,7 @@ def _check_fields(name: str, counts: Counts, plan: Plan) -> Plan:
     for field, value in plan._asdict().items():
         if field == "drafts" and value is None:
             continue
-        shape = (counts.waiting if field in _HEAD else counts.running).shape
+        shape = (counts.waiting if field in _HEAD_FIELDS else counts.running).shape
         dtype = jnp.dtype(bool if field in _MASKS else jnp.int32)
         kind = jnp.bool_ if field in _MASKS else jnp.integer
         try:
@@ -407,8 +407,8 @@ def plan_by(policy: Policy, counts: Counts, key: Int32[Array, " head"]) -> Plan:
     cannot be admitted yet come last. Equal keys keep the order of the queue.
     """
     c = counts
-    key = jnp.where(c.waiting, jnp.broadcast_to(key, c.waiting.shape), LAST)
-    key = jnp.where(c.waiting_preempted, -LAST, key)
+    key = jnp.where(c.waiting, jnp.broadcast_to(key, c.waiting.shape), LAST_KEY)
+    key = jnp.where(c.waiting_preempted, -LAST_KEY, key)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     return plan_in_order(policy, c, order)
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 
 from jaxkv.scheduling.interface import Policy
 
-MAX_STEPS = 64
+MAX_STALLED_STEPS = 64
 """Consecutive steps without progress, while a request waits, that raise an error."""
 
 
@@ -98,8 +98,8 @@ def stall_error(
     if not has_pages:
         cause = "its plan needs more pages than there are, Plan.places"
     error = StallError(
-        f"policy {type(policy).__name__} made no progress for {MAX_STEPS} steps while "
-        f"{request} waits: {cause}"
+        f"policy {type(policy).__name__} made no progress for {MAX_STALLED_STEPS} "
+        f"steps while {request} waits: {cause}"
     )
     error.request_id = request_id
     return error

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int32
 
 from jaxkv import arrays
 from jaxkv.scheduling import interface
-from jaxkv.scheduling.interface import Counts
+from jaxkv.scheduling.interface import LAST_KEY, Counts
 
 type Victim = Literal[
     "latest",
@@ -19,10 +19,7 @@ type Victim = Literal[
 ]
 """Name of a preemption rule, see `rank_victims`."""
 
-NAMES: tuple[str, ...] = get_args(Victim.__value__)
-
-_LAST = 2**31 - 1
-"""Sort key of a request that is never preempted."""
+VICTIM_NAMES: tuple[str, ...] = get_args(Victim.__value__)
 
 
 def rank_victims(
@@ -47,7 +44,7 @@ def rank_victims(
 
     Args:
       counts: the counts.
-      victim: index into `NAMES`.
+      victim: index into `VICTIM_NAMES`.
       shortage: number of missing pages.
       frees: pages that preemption of each slot would release; summed over groups here.
       cost: cost of preemption of each slot, in tokens to recompute or pages to move;
@@ -70,7 +67,7 @@ def rank_victims(
             jnp.zeros_like(frees),
             by_group(c.owned_tokens),
             by_group(c.owned_pages),
-            jnp.where(enough, price, _LAST // 2 - frees),
+            jnp.where(enough, price, LAST_KEY // 2 - frees),
             -jnp.broadcast_to(jnp.asarray(a.priority, jnp.int32), frees.shape),
             -by_group(a.predicted_length - c.length),
         ]
@@ -81,7 +78,7 @@ def rank_victims(
         is_first = c.running & (place == first)
     else:
         is_first = c.running & (c.group == c.group[first])
-    key = jnp.where(is_first, _LAST, keys[victim])
+    key = jnp.where(is_first, LAST_KEY, keys[victim])
     before = (key[:, None] > key[None, :]) | (
         (key[:, None] == key[None, :]) & (place[:, None] < place[None, :])
     )

@@ -34,7 +34,7 @@ SEND_S = 60.0
 disconnected."""
 READ = ["GET", "HEAD"]
 """Methods of the routes without a body."""
-_STOPPING = "the server is stopping"
+_STOPPING_MESSAGE = "the server is stopping"
 
 
 class HttpService:
@@ -104,7 +104,7 @@ class HttpService:
           OverloadedError: too many prompts are in progress.
         """
         if self.is_stopping:
-            raise OverloadedError(_STOPPING)
+            raise OverloadedError(_STOPPING_MESSAGE)
         if num > self._max_requests:
             raise ApiError(
                 400,
@@ -125,7 +125,7 @@ class HttpService:
     def to_api_error(self, error: Exception) -> ApiError:
         """Returns the API error for an exception of a request in progress."""
         if self.is_stopping and isinstance(error, RuntimeError):
-            error = OverloadedError(_STOPPING)
+            error = OverloadedError(_STOPPING_MESSAGE)
         return api_error(error)
 
     async def stop(self, grace_s: float) -> None:

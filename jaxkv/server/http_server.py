@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from None
 
-IDLE_S = 30.0
+CONNECTION_IDLE_S = 30.0
 """Seconds after which a connection without a request is closed; at most twice that."""
 PROBE_S = 0.5
 """Seconds between checks for a client that has closed its sending side."""
@@ -87,7 +87,7 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._seen: Any = self
-        self._timer = self.loop.call_later(IDLE_S, self._check)
+        self._timer = self.loop.call_later(CONNECTION_IDLE_S, self._check)
         if len(self.connections) > self.max_connections:
             others: Any = self.connections - {self}
             next((x for x in others if x.is_idle), self).transport.abort()
@@ -146,7 +146,7 @@ class _Protocol(H11Protocol):
             self.transport.abort()
             return
         self._seen = self.cycle
-        self._timer = self.loop.call_later(IDLE_S, self._check)
+        self._timer = self.loop.call_later(CONNECTION_IDLE_S, self._check)
 
 
 class _Server(uvicorn.Server):
@@ -183,7 +183,8 @@ async def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=int(2 * IDLE_S) + 1,  # later than `IDLE_S`
+        timeout_keep_alive=int(2 * CONNECTION_IDLE_S)
+        + 1,  # later than `CONNECTION_IDLE_S`
         timeout_graceful_shutdown=5,
     )
     server = _Server(config)

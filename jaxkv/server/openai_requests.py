@@ -16,7 +16,7 @@ from jaxkv.sampling import Sampling
 from jaxkv.scheduling import REQUEST_FIELDS, RequestAttributes, StallError, from_fields
 from jaxkv.server.backend import Backend, OverloadedError
 from jaxkv.server.tool_calls import (
-    FORMATS,
+    TOOL_CALL_FORMATS,
     ToolCallReader,
     find_tool_format,
 )
@@ -187,7 +187,7 @@ def parse_chat(
     if tools is not None:
         tool_format = find_tool_format(tokenizer.chat_template(tools))
         if tool_format is None or "tools" not in names:
-            formats = ", ".join(call_format.name for call_format in FORMATS)
+            formats = ", ".join(call_format.name for call_format in TOOL_CALL_FORMATS)
             raise _refusal(
                 "tools",
                 "tools are not supported: the model's chat template renders none, or "

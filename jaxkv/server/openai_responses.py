@@ -13,7 +13,7 @@ from jaxkv.serving import Completion, Event, FinishedAnswer
 from jaxkv.text import NUM_BYTES
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-LOWEST = -9999.0
+LOWEST_LOGPROB = -9999.0
 """Log-probability that replaces minus infinity, which JSON cannot represent."""
 
 
@@ -268,4 +268,4 @@ def _json_number(value: float | None) -> float | None:
     """Returns a log-probability as a JSON number."""
     if value is None or math.isnan(value):
         return None
-    return max(value, LOWEST)
+    return max(value, LOWEST_LOGPROB)

@@ -136,7 +136,7 @@ class StreamedContent:
 
 def find_tool_format(template: str) -> ToolCallFormat | None:
     """Returns the format of the calls that a chat template renders, or None."""
-    for tool_format in FORMATS:
+    for tool_format in TOOL_CALL_FORMATS:
         if all(mark in template for mark in tool_format.marks):
             return tool_format
     return None
@@ -286,7 +286,7 @@ def _parse_deepseek(text: str, tools: Tools) -> list[ToolCall]:
     return calls
 
 
-FORMATS = (
+TOOL_CALL_FORMATS = (
     ToolCallFormat(
         "Qwen3-Coder",
         ("<tool_call>", "<function="),

@@ -19,16 +19,16 @@ import jax
 
 from jaxkv import files
 
-MAX_BYTES = 2**30
+MAX_CACHE_BYTES = 2**30
 """Size of the folder above which JAX deletes the least recently used programs."""
 MIN_COMPILE_TIME_S = 0.1
 """Programs that compile in less time are not stored."""
 NOTICE_S = 5.0
 """Seconds of compilation after which a notice is printed."""
-WAIT_S = 120.0
+LOCK_WAIT_S = 120.0
 """Longest wait in s for another process that compiles the same programs."""
 
-_OFF = "JAX_ENABLE_COMPILATION_CACHE=false"
+_DISABLING_VARIABLE = "JAX_ENABLE_COMPILATION_CACHE=false"
 
 
 def keep_programs() -> None:
@@ -50,8 +50,10 @@ def keep_programs() -> None:
     _set_default("jax_persistent_cache_min_compile_time_secs", 1.0, MIN_COMPILE_TIME_S)
     # JAX bounds the size where this package is installed.
     if importlib.util.find_spec("filelock") is not None:
-        _set_default("jax_compilation_cache_max_size", -1, MAX_BYTES)
-    _report(f"compiled programs are kept in {folder}; {_OFF} disables this")
+        _set_default("jax_compilation_cache_max_size", -1, MAX_CACHE_BYTES)
+    _report(
+        f"compiled programs are kept in {folder}; {_DISABLING_VARIABLE} disables this"
+    )
 
 
 def usable_folder(configured: str = "") -> Path | None:
@@ -73,8 +75,8 @@ def compile_once(programs: str) -> Generator[None]:
     """Lets one process compile while others that start with it wait for the cache.
 
     Processes on few cores would otherwise compile the same programs side by side, each
-    slower by their number. Has no effect without a cache, after `WAIT_S`, or once a
-    process has compiled these programs.
+    slower by their number. Has no effect without a cache, after `LOCK_WAIT_S`, or once
+    a process has compiled these programs.
 
     Args:
       programs: text that is equal for equal programs.
@@ -88,7 +90,7 @@ def compile_once(programs: str) -> Generator[None]:
         with contextlib.suppress(OSError):  # the folder is remote, or cannot be written
             path.parent.mkdir(parents=True, exist_ok=True)
             mark = stack.enter_context(path.open("a+b"))
-            deadline_s = time.monotonic() + WAIT_S
+            deadline_s = time.monotonic() + LOCK_WAIT_S
             # A mark with content: all programs are in the cache.
             while not path.stat().st_size and time.monotonic() < deadline_s:
                 with contextlib.suppress(BlockingIOError):

@@ -48,7 +48,7 @@ from jaxkv.memory import (
 )
 from jaxkv.models import Forward
 from jaxkv.parallel import place_state
-from jaxkv.scheduling import MAX_STEPS, Policy, StepCounter
+from jaxkv.scheduling import MAX_STALLED_STEPS, Policy, StepCounter
 from jaxkv.serving import (
     compilation_cache,
     host_swap,
@@ -61,7 +61,7 @@ from jaxkv.serving import (
 from jaxkv.serving.request_tracker import RequestTracker
 from jaxkv.serving.requests import RequestRecord
 
-_IDLE_S = 0.01
+_IDLE_POLL_S = 0.01
 """Longest sleep in s: another thread may submit a request."""
 
 
@@ -195,7 +195,7 @@ class EngineCore:
         if call is not None:
             self.read(call)
         elif 0 < wait_s < math.inf:
-            time.sleep(min(wait_s, _IDLE_S))
+            time.sleep(min(wait_s, _IDLE_POLL_S))
 
     def has_pending(self) -> bool:
         """True if there are open requests, undelivered events or unread calls."""
@@ -470,7 +470,7 @@ class EngineCore:
         num_rows = info.num_rows.sum(axis=1)
         idle.count(draws[last], num_rows[last], num_tokens=self.tracker.num_tokens)
         record = self.tracker.oldest(now)
-        if idle.num_steps < MAX_STEPS or record is None:
+        if idle.num_steps < MAX_STALLED_STEPS or record is None:
             return
         idle.reset()
         name = record.request_id

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 _MEMINFO = Path("/proc/meminfo")
-_GROUP = Path("/sys/fs/cgroup")
+_CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 
 def num_bytes(tree: Any) -> int:
@@ -61,9 +61,9 @@ def _free_on_host() -> int | None:
 def _free_in_group() -> int | None:
     """Returns the bytes left in a container's control group, cached files excluded."""
     try:
-        limit = (_GROUP / "memory.max").read_text().strip()
-        used = int((_GROUP / "memory.current").read_text())
-        stat = (_GROUP / "memory.stat").read_text().splitlines()
+        limit = (_CGROUP_FOLDER / "memory.max").read_text().strip()
+        used = int((_CGROUP_FOLDER / "memory.current").read_text())
+        stat = (_CGROUP_FOLDER / "memory.stat").read_text().splitlines()
         cached = sum(int(x.split()[1]) for x in stat if x.startswith("inactive_file "))
         return int(limit) - used + cached
     except (OSError, ValueError):  # no group, or "max"

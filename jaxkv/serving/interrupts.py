@@ -11,8 +11,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-_NUMBERS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+_SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_SIGNAL_NUMBERS = [
+    getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name)
+]
 """Signals that are deferred; Ctrl-C is the first."""
 
 
@@ -36,7 +38,7 @@ class defer_signals:
         if threading.current_thread() is not threading.main_thread():
             return
         try:
-            for number in _NUMBERS:
+            for number in _SIGNAL_NUMBERS:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._before[number] = handler

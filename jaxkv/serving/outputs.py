@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxkv import validation
-from jaxkv.engine import REASONS, StepInfo
+from jaxkv.engine import FINISH_REASONS, StepInfo
 from jaxkv.sampling import Sampling
 from jaxkv.workloads import make_dataframe, per_row
 
@@ -159,4 +159,4 @@ def group_emitted(
         logprobs += info.logprobs[step, slot, :num].tolist()
         ended[name] = int(info.reason[step, slot])
     for name, (tokens, logprobs) in by_sequence.items():
-        yield *name, tokens, logprobs, REASONS[ended[name]]
+        yield *name, tokens, logprobs, FINISH_REASONS[ended[name]]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32
 from jaxkv import engine
 from jaxkv.engine import DrainedSequences, EngineState
 from jaxkv.memory import Eviction, Pages, Prefix, Staging, export_prefix, import_prefix
-from jaxkv.parallel import WHOLE, map_over_mesh, place_state, specs_on, state_specs
+from jaxkv.parallel import REPLICATED, map_over_mesh, place_state, specs_on, state_specs
 from jaxkv.serving import host_swap
 from pallas_kernels import devices
 
@@ -77,14 +77,14 @@ def _bring_in(
     return state._replace(pages=pages, pool=pool, prefixes=cache), num
 
 
-_RUN: Any = {
+_STEP_OPTIONS: Any = {
     "static_argnames": ("config", "forward", "logits_fn", "speculation", "may_draft"),
     "donate_argnames": "state",
     "compiler_options": devices.COMPILER_OPTIONS,
 }
 
 LOCAL = Programs(
-    jax.jit(engine.run_steps, **_RUN),
+    jax.jit(engine.run_steps, **_STEP_OPTIONS),
     jax.jit(engine.submit, static_argnames="config", donate_argnames="state"),
     jax.jit(_cancel_and_drain, donate_argnames="state"),
     jax.jit(host_swap.apply_transfer, donate_argnames="staging"),
@@ -103,7 +103,7 @@ def mesh_programs(how: ProgramShardings) -> Programs:
     devices compute the same.
     """
     weights, state_of = map(jax.tree.unflatten, how.trees, how.specs)
-    replicated = WHOLE
+    replicated = REPLICATED
     staging_of = state_of.staging
     out_specs = state_of, replicated
 
@@ -150,7 +150,7 @@ def mesh_programs(how: ProgramShardings) -> Programs:
     in_specs = state_of, replicated, pages_of, replicated
     bring_in = mapped(_bring_in, *in_specs, out_specs=out_specs)
     return Programs(
-        jax.jit(run_steps, **_RUN),
+        jax.jit(run_steps, **_STEP_OPTIONS),
         jax.jit(submit, static_argnames="config", donate_argnames="state"),
         jax.jit(drain, donate_argnums=0),
         jax.jit(move, donate_argnums=0),

@@ -10,7 +10,14 @@ import numpy as np
 from jaxkv import clock, scheduling, validation
 from jaxkv.engine import EngineConfig, Requests
 from jaxkv.memory import Pages, Prefix, check_content, expand_pages
-from jaxkv.sampling import ESTIMATE, FULL, NEVER, Sampling, make_params, request_key
+from jaxkv.sampling import (
+    AT_LENGTH,
+    ESTIMATE,
+    WHEN_FULL,
+    Sampling,
+    make_params,
+    request_key,
+)
 from jaxkv.scheduling import RequestAttributes, attribute_columns
 from jaxkv.serving import outputs, refusals
 
@@ -111,7 +118,7 @@ def make_requests(
         keep_prompt_logprobs=keep_prompt_logprobs,
         beam_width=column([ask.beam_width or 0 for ask in asks]),
         length_penalty=column([ask.length_penalty for ask in asks], np.float32),
-        early_stopping=column([_STOPPING[ask.early_stopping] for ask in asks]),
+        early_stopping=column([_STOP_RULES[ask.early_stopping] for ask in asks]),
         arrival=column(clock.from_seconds(np.array(arrivals_s, np.float64))),
         attributes=jax.tree.map(column, attribute_columns(checked_attributes)),
     )
@@ -217,8 +224,8 @@ def _check_pairs(
     return prompt_lists, samplings
 
 
-_STOPPING: dict[bool | str, int] = {
+_STOP_RULES: dict[bool | str, int] = {
     False: ESTIMATE,
-    True: FULL,
-    "never": NEVER,
+    True: WHEN_FULL,
+    "never": AT_LENGTH,
 }

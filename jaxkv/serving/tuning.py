@@ -20,10 +20,10 @@ from jaxkv.sampling import Sampling
 from jaxkv.serving import request_batch
 from jaxkv.speculation import AdaptiveState, StepCosts, set_costs
 
-_ROUNDS = 3
+_MIN_ROUNDS = 3
 _MOST_ROUNDS = 9
 """Measurements of every length: least and largest number."""
-_SECONDS = 1.0
+_MIN_SECONDS = 1.0
 """Seconds per batch size after which only the least number of measurements follows."""
 
 
@@ -168,7 +168,7 @@ def _measure(
     )
     steps_of_reading = _steps_of_reading(plan.context, config)
     while len(rounds) < _MOST_ROUNDS:
-        if len(rounds) >= _ROUNDS and time.perf_counter() - begun > _SECONDS:
+        if len(rounds) >= _MIN_ROUNDS and time.perf_counter() - begun > _MIN_SECONDS:
             break
         if len(rounds) % plan.rounds == 0:
             state = programs.withdraw(state, names)

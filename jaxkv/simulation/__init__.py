@@ -6,7 +6,12 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from jaxkv.simulation.acceptance import Acceptance
-    from jaxkv.simulation.contiguous import RULES, Reservation, Rule, reservation
+    from jaxkv.simulation.contiguous import (
+        RESERVATION_RULES,
+        Reservation,
+        Rule,
+        reservation,
+    )
     from jaxkv.simulation.costs import (
         DrafterCost,
         KVTransferred,

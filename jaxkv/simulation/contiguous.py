@@ -26,14 +26,14 @@ from jaxkv.memory import pages_for
 type Rule = Literal["max", "pow2", "oracle"]
 """Rule for the size of a reservation, see `reserved_places`."""
 
-RULES: tuple[str, ...] = get_args(Rule.__value__)
+RESERVATION_RULES: tuple[str, ...] = get_args(Rule.__value__)
 
 
 class Reservation(NamedTuple):
     """A rule for reservations, and the pool."""
 
     rule: Int32[Array, ""]
-    """Index into `RULES`."""
+    """Index into `RESERVATION_RULES`."""
     idle: Bool[Array, "regions leaves"]
     """Mask of the leaves that exist; the last region may be incomplete."""
 
@@ -42,7 +42,7 @@ def reservation(rule: Rule, *, num_leaves: int, leaves_per_region: int) -> Reser
     """Makes a `Reservation`.
 
     Args:
-      rule: rule for the size of a reservation, one of `RULES`.
+      rule: rule for the size of a reservation, one of `RESERVATION_RULES`.
       num_leaves: leaves in the pool, equal to `Capacity.num_pages`; for example 983
         leaves of 16 places for 15,728 places.
       leaves_per_region: leaves of the largest block, a power of two; for example 128
@@ -51,8 +51,8 @@ def reservation(rule: Rule, *, num_leaves: int, leaves_per_region: int) -> Reser
     Raises:
       ValueError: a parameter is out of its range.
     """
-    if rule not in RULES:
-        raise ValueError(f"{rule=} must be one of {', '.join(RULES)}")
+    if rule not in RESERVATION_RULES:
+        raise ValueError(f"{rule=} must be one of {', '.join(RESERVATION_RULES)}")
     num_leaves = validation.integer("num_leaves", num_leaves, low=1)
     leaves_per_region = validation.integer("leaves_per_region", leaves_per_region)
     if leaves_per_region < 1 or leaves_per_region & (leaves_per_region - 1):
@@ -60,7 +60,7 @@ def reservation(rule: Rule, *, num_leaves: int, leaves_per_region: int) -> Reser
     num_regions = -(-num_leaves // leaves_per_region)
     leaves = np.arange(num_regions * leaves_per_region) < num_leaves
     return Reservation(
-        rule=jnp.asarray(RULES.index(rule), jnp.int32),
+        rule=jnp.asarray(RESERVATION_RULES.index(rule), jnp.int32),
         idle=jnp.asarray(leaves.reshape(num_regions, leaves_per_region)),
     )
 
@@ -78,14 +78,16 @@ def reserved_places(
       oracle  the exact length of prompt plus answer
 
     Args:
-      rule: index into `RULES`.
+      rule: index into `RESERVATION_RULES`.
       prompt: prompt length in tokens, at least 1.
       output: answer length in tokens, at least 1.
       max_length: largest reservation in tokens.
     """
-    rounded = jnp.where(rule == RULES.index("pow2"), _two_to(_log2_up(output)), output)
+    rounded = jnp.where(
+        rule == RESERVATION_RULES.index("pow2"), _two_to(_log2_up(output)), output
+    )
     places = jnp.minimum(prompt + rounded, max_length)
-    return jnp.where(rule == RULES.index("max"), max_length, places)
+    return jnp.where(rule == RESERVATION_RULES.index("max"), max_length, places)
 
 
 def block_order(

@@ -23,9 +23,9 @@ from jaxkv.simulation.state import Capacity
 from jaxkv.simulation.step import Cost, SimulationMember
 from jaxkv.workloads import Lengths, Pair, fifo_finish_s, make_workload
 
-HEAD = 16
+HEAD_SIZE = 16
 """Waiting requests visible to the policy."""
-COUNTED = 0.9
+MEASURED_SHARE = 0.9
 """Fraction of the simulated time; requests that arrive later are not measured, since
 they may be unfinished at its end."""
 
@@ -162,7 +162,7 @@ def simulate_jobs(
     served = driver.simulate(
         driver.stack([_member(job) for job in jobs]),
         max_slots=max_slots,
-        head=HEAD,
+        head=HEAD_SIZE,
         until_s=seconds,
         progress=progress,
     )
@@ -234,8 +234,8 @@ def simulate_placements(
 
 
 def drop_late_arrivals(answers: RequestTiming, seconds: int | float) -> RequestTiming:
-    """Excludes requests that arrive after `COUNTED` of the time from measurement."""
-    late = answers.arrival_s > COUNTED * seconds
+    """Excludes requests that arrive after `MEASURED_SHARE` of the time."""
+    late = answers.arrival_s > MEASURED_SHARE * seconds
     return answers._replace(arrival_s=np.where(late, np.nan, answers.arrival_s))
 
 

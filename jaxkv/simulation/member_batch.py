@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from jaxkv import clock, scheduling
 from jaxkv.ledger import SequenceEvents
-from jaxkv.scheduling import MAX_STEPS, StepCounter
+from jaxkv.scheduling import MAX_STALLED_STEPS, StepCounter
 from jaxkv.simulation import outcomes, step
 from jaxkv.simulation.results import Means, SimulationResult, StepTrace, Totals
 from jaxkv.simulation.state import Simulation, init_simulation
@@ -142,7 +142,7 @@ class MemberBatch:
         self.done = self.num_done == self.num_served
         self.done |= self.clock_s >= self._until_s
         draws = info.work.num_drawn > 0
-        late = draws[:, -MAX_STEPS:].any(axis=1)
+        late = draws[:, -MAX_STALLED_STEPS:].any(axis=1)
         for member in np.flatnonzero(~self.done).tolist():
             if late[member]:
                 self._idle[member].reset()
@@ -178,7 +178,7 @@ class MemberBatch:
             return int(request_tokens[opened].sum())
 
         idle.count(draws, num_rows, num_tokens=num_tokens, waits=jumps)
-        if idle.num_steps < MAX_STEPS:
+        if idle.num_steps < MAX_STALLED_STEPS:
             return
         first = int(opened[0])
         size = f"{int(load.prompt[member, first])} + {int(load.output[member, first])}"
@@ -186,7 +186,7 @@ class MemberBatch:
             self._members.policy,
             f"request {first} of member {self._names[member]}, {size} tokens,",
             has_pages=bool(info.enough[-1]),
-            preempts=bool(info.num_preempted[-MAX_STEPS:].any()),
+            preempts=bool(info.num_preempted[-MAX_STALLED_STEPS:].any()),
         )
 
     def _open(self, member: int) -> np.ndarray:

@@ -109,9 +109,9 @@ def read_outcomes(
             arrival_s[at] = np.where(np.isnan(done_s), np.nan, asked_s)
     if state.sessions is not None:
         arrival = np.asarray(state.sessions.arrival)
-        is_root = np.asarray(workload.arrival)[..., 0] < sessions.NEVER
+        is_root = np.asarray(workload.arrival)[..., 0] < sessions.NEVER_S
         sent_s = clock.to_seconds(arrival)
-        is_sent = (arrival[..., 0] < sessions.NEVER) & (sent_s <= until_s)
+        is_sent = (arrival[..., 0] < sessions.NEVER_S) & (sent_s <= until_s)
         arrival_s = np.where(is_root, arrival_s, np.where(is_sent, sent_s, np.nan))
     outcome = Outcome(
         arrival_s=arrival_s,

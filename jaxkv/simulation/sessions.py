@@ -16,7 +16,7 @@ from jaxkv.clock import MICROS_PER_SECOND, is_past
 from jaxkv.ledger import NO_SEQUENCE, Ledger
 from jaxkv.workloads import Dependencies, Workload
 
-NEVER = 2**31 - 1
+NEVER_S = 2**31 - 1
 """Arrival time, in seconds, of a request that has not been released."""
 
 
@@ -24,13 +24,13 @@ class SessionState(NamedTuple):
     """State of requests that are sent after others."""
 
     arrival: Int32[Array, "requests 2"]
-    """Arrival time of each request in seconds and microseconds, `NEVER` seconds before
-    it is known."""
+    """Arrival time of each request in seconds and microseconds, `NEVER_S` seconds
+    before it is known."""
     num_open: Int32[Array, " requests"]
     """Requests that must still be answered before each request is sent. Rejected
     requests are never released."""
     due: Int32[Array, "lanes 2"]
-    """Arrival time of the request in each lane; `NEVER` seconds in an empty lane."""
+    """Arrival time of the request in each lane; `NEVER_S` seconds in an empty lane."""
     request: Int32[Array, " lanes"]
     """Request in each lane; arbitrary in an empty one."""
     num_roots: Int32[Array, ""]
@@ -43,7 +43,7 @@ class UpcomingRequest(NamedTuple):
     """The next of all requests that are released and have not entered the queue."""
 
     time: Int32[Array, " 2"]
-    """Its arrival time; `NEVER` seconds if there is none."""
+    """Its arrival time; `NEVER_S` seconds if there is none."""
     request: Int32[Array, ""]
     is_root: Bool[Array, ""]
     """True if its arrival time was given."""
@@ -73,8 +73,8 @@ def init_sessions(
     num_before = jnp.sum(d.after >= 0, axis=1, dtype=jnp.int32)
     return SessionState(
         arrival=workload.arrival,
-        num_open=jnp.where(is_served, num_before, NEVER),
-        due=jnp.full((d.lane_start.shape[0], 2), NEVER, jnp.int32),
+        num_open=jnp.where(is_served, num_before, NEVER_S),
+        due=jnp.full((d.lane_start.shape[0], 2), NEVER_S, jnp.int32),
         request=jnp.full(d.lane_start.shape, NO_SEQUENCE, jnp.int32),
         num_roots=jnp.sum(is_served & is_root, dtype=jnp.int32),
         num_roots_taken=jnp.zeros((), jnp.int32),
@@ -91,13 +91,13 @@ def find_upcoming(
     s = sessions
     root = order[jnp.minimum(s.num_roots_taken, order.size - 1)]
     exists = s.num_roots_taken < s.num_roots
-    root_time = jnp.where(exists, s.arrival[root], NEVER)
+    root_time = jnp.where(exists, s.arrival[root], NEVER_S)
     # Lexicographic minimum by three reductions, which XLA vectorises.
     seconds = jnp.min(s.due[:, 0])
     is_first = s.due[:, 0] == seconds
-    micros = jnp.min(jnp.where(is_first, s.due[:, 1], NEVER))
+    micros = jnp.min(jnp.where(is_first, s.due[:, 1], NEVER_S))
     is_first &= s.due[:, 1] == micros
-    turn = jnp.min(jnp.where(is_first, s.request, NEVER))
+    turn = jnp.min(jnp.where(is_first, s.request, NEVER_S))
     time = jnp.stack([seconds, micros])
     is_root = is_past(root_time, time)
     is_root &= (root < turn) | jnp.any(root_time != time)
@@ -125,7 +125,7 @@ def enqueue_due(
     def enqueue(carry: Any) -> Any:
         queue, due, num_waiting, num_roots_taken, upcoming = carry
         entered = ~upcoming.is_root & (sessions.request == upcoming.request)
-        due = jnp.where(entered[:, None], NEVER, due)
+        due = jnp.where(entered[:, None], NEVER_S, due)
         num_roots_taken += upcoming.is_root.astype(jnp.int32)
         left = sessions._replace(due=due, num_roots_taken=num_roots_taken)
         return (

@@ -215,7 +215,7 @@ def _step(
         arrival = w.arrival[upcoming]
     else:
         arrival = due.time
-        idle &= arrival[0] < sessions.NEVER
+        idle &= arrival[0] < sessions.NEVER_S
     clock = jnp.where(idle, latest(clock, arrival), clock)
     num_reserved = None
     if (r := reservation) is not None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxkv.speculation.eagle import EagleConfig, MTPConfig, unroll_drafts
     from jaxkv.speculation.eagle_drafting import Eagle, TargetWithEagle
     from jaxkv.speculation.head_folders import (
-        KINDS,
+        HEAD_KINDS,
         HeadsConfig,
         LoadedHeads,
         load_heads,

@@ -25,7 +25,7 @@ _ROWS_FREE = 32.0
 """Rows that cost as much as the first one, before costs are measured."""
 
 
-_MARGIN = 0.05
+_PLAIN_ADVANTAGE = 0.05
 """Share of the speed of plain decoding by which drafts must be expected to be
 faster."""
 
@@ -250,7 +250,7 @@ def choose_draft_length(
     nothing = jnp.interp(num, costs.batches, costs.undrafted)
     is_plain = memory.lengths == 0
     cost = jnp.where(is_plain, cost, chance * cost + (1 - chance) * nothing)
-    plain = 1 + _MARGIN * is_plain.astype(jnp.float32)
+    plain = 1 + _PLAIN_ADVANTAGE * is_plain.astype(jnp.float32)
     return jnp.argmax(plain * (1 + finds * gain) / cost).astype(jnp.int32)
 
 

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv import models, validation
 from jaxkv.memory import Pages, Rows
 from jaxkv.models import (
-    COLUMNS,
+    BY_COLUMNS,
     SHARED_PARAMS,
     Angles,
     ModelConfig,
@@ -252,7 +252,7 @@ class MTPConfig:
         params_of_model = {**target, "ahead": params}
         module, model = merge_ahead(self.target, params_of_model, index)
         token = divide_rows(rows).own(rows.token)
-        columns = COLUMNS
+        columns = BY_COLUMNS
         num_words = self.target.vocab_size
         embeddings = columns.embed(model.embed.weight[...], token, num_words)
         x = module.inputs(embeddings, before.T, columns)

@@ -29,14 +29,14 @@ from jaxkv.speculation.medusa import MedusaConfig
 type HeadsConfig = MedusaConfig | EagleConfig
 type Kind = Literal["medusa", "eagle"]
 
-_KINDS: dict[Kind, tuple[Any, tuple[str, ...]]] = {
+_HEAD_CONFIGS: dict[Kind, tuple[Any, tuple[str, ...]]] = {
     "medusa": (MedusaConfig, ("num_heads", "num_blocks")),
     "eagle": (EagleConfig, ("taps",)),
 }
-KINDS = tuple(_KINDS)
+HEAD_KINDS = tuple(_HEAD_CONFIGS)
 """Values of `model_type` in `config.json`."""
 
-_SIZES = {
+_TRUNK_SIZES = {
     "hidden_size": "hidden_size",
     "vocab_size": "vocab_size",
     "num_hidden_layers": "num_layers",
@@ -56,9 +56,11 @@ class LoadedHeads(NamedTuple):
 
 
 def heads_kind(config: HeadsConfig) -> Kind:
-    """Returns the kind of heads, one of `KINDS`."""
+    """Returns the kind of heads, one of `HEAD_KINDS`."""
     return next(
-        name for name, (config_type, _) in _KINDS.items() if type(config) is config_type
+        name
+        for name, (config_type, _) in _HEAD_CONFIGS.items()
+        if type(config) is config_type
     )
 
 
@@ -83,14 +85,14 @@ def load_heads(
     path = folder / "config.json"
     raw = read_json(path)
     with reporting_errors(path, KeyError, TypeError):
-        kind = validation.choice("model_type", raw.get("model_type"), KINDS)
-        for name, field in _SIZES.items():
+        kind = validation.choice("model_type", raw.get("model_type"), HEAD_KINDS)
+        for name, field in _TRUNK_SIZES.items():
             if (size := raw.get(name)) != getattr(target, field):
                 raise ValueError(
                     f"heads of a model with {name}={size!r}, the model served has "
                     f"{getattr(target, field)}"
                 )
-        make, names = _KINDS[kind]
+        make, names = _HEAD_CONFIGS[kind]
         config = make(
             target=target, **{name: _check_integers(name, raw[name]) for name in names}
         )
@@ -152,8 +154,8 @@ def save_heads(
     check_replaceable(folder, "config.json", "heads", overwrite)
     kind = heads_kind(config)
     raw: dict[str, Any] = {"model_type": kind}
-    raw |= {name: getattr(config.target, field) for name, field in _SIZES.items()}
-    raw |= {name: getattr(config, name) for name in _KINDS[kind][1]}
+    raw |= {name: getattr(config.target, field) for name, field in _TRUNK_SIZES.items()}
+    raw |= {name: getattr(config, name) for name in _HEAD_CONFIGS[kind][1]}
     raw["acceptance"] = [[round(float(x), 4) for x in depth] for depth in acceptance]
     with replace_folder(folder) as new:
         save_tree(new, params, dtype=dtype)

@@ -47,7 +47,7 @@ type Method = Literal[
     "mtp",
 ]
 
-METHODS: tuple[Method, ...] = get_args(Method.__value__)
+METHOD_NAMES: tuple[Method, ...] = get_args(Method.__value__)
 """Prompt lookup; Jacobi and lookahead decoding; early exit after the first layers; a
 smaller draft model; two kinds of trained heads; the model's own modules for multi-token
 prediction."""
@@ -102,7 +102,7 @@ class SpeculationConfig:
     """
 
     method: Method
-    """One of `METHODS`."""
+    """One of `METHOD_NAMES`."""
     draft_folder: Any = None
     """Folder, or name of a bundled model, of the draft model of "draft-model"."""
     draft_layers: int | tuple[int, ...] | None = None
@@ -116,12 +116,12 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.choice("method", self.method, METHODS)
+        validation.choice("method", self.method, METHOD_NAMES)
         validation.boolean("adaptive", self.adaptive)
         for name, methods in (
             ("draft_folder", ("draft-model",)),
             ("draft_layers", ("early-exit",)),
-            ("heads_folder", head_folders.KINDS),
+            ("heads_folder", head_folders.HEAD_KINDS),
         ):
             value = getattr(self, name)
             if value is not None and self.method not in methods:
@@ -142,7 +142,7 @@ def parse_speculation(speculate: Any) -> SpeculationConfig | None:
     if not isinstance(speculate, str):
         kinds = (str, SpeculationConfig, type(None))
         validation.instance("speculate", speculate, *kinds)
-    return SpeculationConfig(validation.choice("speculate", speculate, METHODS))
+    return SpeculationConfig(validation.choice("speculate", speculate, METHOD_NAMES))
 
 
 def build_speculative(
@@ -180,7 +180,7 @@ def build_speculative(
             "draft must be given if, and only if, the method is 'draft-model'"
         )
     kind = None if heads is None else head_folders.heads_kind(heads.config)
-    if kind is None and method in head_folders.KINDS:
+    if kind is None and method in head_folders.HEAD_KINDS:
         raise ValueError(
             f"speculate={method!r} needs trained heads: "
             f"SpeculationConfig({method!r}, heads_folder=...)"

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from jaxkv.text.byte_pairs import (
         END_ID,
         END_TEXT,
-        VERSION,
+        TOKENIZERS_VERSION,
         encode_texts,
         train_tokenizer,
     )

@@ -15,10 +15,10 @@ from jaxkv.text.tokenizer import Tokenizer, check_texts
 END_TEXT = "<|endoftext|>"
 """Text of the token that ends a document; its id is `END_ID`."""
 END_ID = 0
-VERSION = tokenizers.__version__
+TOKENIZERS_VERSION = tokenizers.__version__
 """Version of the `tokenizers` library; another version may learn other merges."""
 
-_BATCH_SIZE = 64
+_TEXTS_PER_BATCH = 64
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -57,8 +57,8 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[in
     before = core.encode_special_tokens
     core.encode_special_tokens = True
     try:
-        for start in range(0, len(texts), _BATCH_SIZE):
-            batch = texts[start : start + _BATCH_SIZE]
+        for start in range(0, len(texts), _TEXTS_PER_BATCH):
+            batch = texts[start : start + _TEXTS_PER_BATCH]
             for encoded in core.encode_batch_fast(batch, add_special_tokens=False):
                 yield encoded.ids
     finally:

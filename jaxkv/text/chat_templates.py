@@ -24,10 +24,10 @@ import jinja2.utils
 
 from jaxkv.validation import one_line
 
-MAX_STEPS = 5_000_000
+MAX_TEMPLATE_STEPS = 5_000_000
 """Limit on the lines of Python that a template executes: some seconds, and 100 times
 the need of a conversation of a thousand messages."""
-MAX_SIZE = 10_000_000
+MAX_PROMPT_SIZE = 10_000_000
 """Limit on the characters, entries or bits of a sum, product or power in a template."""
 
 
@@ -53,7 +53,7 @@ def render(
     Raises:
       ValueError: the template is missing or not text; a message lacks role or content;
         a variable is an option of transformers' `apply_chat_template`; or the template
-        refuses the messages, is invalid, or exceeds `MAX_STEPS`.
+        refuses the messages, is invalid, or exceeds `MAX_TEMPLATE_STEPS`.
     """
     context: dict[str, Any] = {"tools": None, "documents": None} | dict(variables or {})
     template = choose_template(template, context["tools"])
@@ -175,19 +175,21 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 @contextlib.contextmanager
 def _counted_steps() -> Generator[None]:
-    """Raises an error in its body after `MAX_STEPS` lines of Python in this thread.
+    """Raises an error after `MAX_TEMPLATE_STEPS` lines of Python in this thread.
 
     Jinja compiles a template to Python, so loops, macros and filters consist of lines.
     A trace function set before, such as a debugger's, is restored at the end.
     """
-    num_left = MAX_STEPS
+    num_left = MAX_TEMPLATE_STEPS
     before = sys.gettrace()
 
     def count(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal num_left
         num_left -= 1
         if num_left < 0:
-            raise jinja2.TemplateRuntimeError(f"it takes more than {MAX_STEPS:,} steps")
+            raise jinja2.TemplateRuntimeError(
+                f"it takes more than {MAX_TEMPLATE_STEPS:,} steps"
+            )
         return count
 
     sys.settrace(count)
@@ -208,14 +210,14 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
-        """Raises an error for a result above `MAX_SIZE`, before it is computed."""
+        """Raises an error if the result would exceed `MAX_PROMPT_SIZE`."""
         sizes = _size(left), _size(right)
         size = sum(sizes)
         if operator in ("*", "**"):
             # Text times a number, or a power of a number with `max(sizes)` bits.
             times = [x for x in (left, right) if isinstance(x, int)][-1:]
             size = max(size, max(sizes) * abs(times[0])) if times else size
-        if size > MAX_SIZE:
+        if size > MAX_PROMPT_SIZE:
             raise jinja2.TemplateRuntimeError(f"{operator} makes too large a value")
         return super().call_binop(context, operator, left, right)
 

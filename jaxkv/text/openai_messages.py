@@ -195,7 +195,7 @@ def _text_part(text: str) -> dict[str, str]:
 
 # Probes of a template
 
-_FIRST = "probe7a"
+_PROBE_TEXT = "probe7a"
 _SECOND = "probe7b"
 _USER = {"role": "user", "content": "x"}
 _CALL_ID = "call00000"
@@ -210,7 +210,7 @@ _TOOL = {
         },
     },
 }
-_PRINTED_PART = re.compile(rf"""text\\?['"]:\s*\\?['"]{_FIRST}""")
+_PRINTED_PART = re.compile(rf"""text\\?['"]:\s*\\?['"]{_PROBE_TEXT}""")
 """A part that is printed as an object: the template does not read it."""
 _Tokens = tuple[tuple[str, str], ...]
 
@@ -219,9 +219,9 @@ _Tokens = tuple[tuple[str, str], ...]
 def _read_call_forms(template: str, tokens: _Tokens) -> _CallForms:
     def is_rendered(arguments: object, **content: str) -> bool:
         message = {"role": "assistant", **content, "tool_calls": [_call(arguments)]}
-        return _is_rendered(template, tokens, [_USER, message], _FIRST)
+        return _is_rendered(template, tokens, [_USER, message], _PROBE_TEXT)
 
-    arguments = {"key": _FIRST}
+    arguments = {"key": _PROBE_TEXT}
     text = json.dumps(arguments)
     has_text = not is_rendered(arguments, content="") and is_rendered(text, content="")
     chosen = text if has_text else arguments
@@ -254,11 +254,11 @@ def _read_content_forms(template: str, tokens: _Tokens, role: str) -> _ContentFo
         messages = [*before, message | {"content": content}, *after]
         return _is_rendered(template, tokens, messages, *texts)
 
-    parts = [_text_part(_FIRST), _text_part(_SECOND)]
+    parts = [_text_part(_PROBE_TEXT), _text_part(_SECOND)]
     forms = _ContentForms(
-        text=is_rendered(_FIRST, _FIRST),
-        parts=is_rendered(parts, _FIRST, _SECOND),
-        one_part=is_rendered(parts[:1], _FIRST),
+        text=is_rendered(_PROBE_TEXT, _PROBE_TEXT),
+        parts=is_rendered(parts, _PROBE_TEXT, _SECOND),
+        one_part=is_rendered(parts[:1], _PROBE_TEXT),
     )
     if role != "user" and not any(forms):  # the conversation fails in every form
         return _read_content_forms(template, tokens, "user")

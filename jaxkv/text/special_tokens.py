@@ -22,9 +22,9 @@ SPECIAL_TOKENS = (
 
 EXTRA = "extra_special_tokens"
 _OLD_EXTRA = "additional_special_tokens"
-_ROLES = "model_specific_special_tokens"
+_ROLE_FIELD = "model_specific_special_tokens"
 """Setting with the tokens of roles that only some models have: role -> token."""
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class AddedToken(NamedTuple):
@@ -154,7 +154,9 @@ def _role_names(settings: Mapping[str, Any]) -> list[str]:
 def _entries(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tokens that have a role, as the settings write them."""
     names = (*SPECIAL_TOKENS, *_role_names(settings))
-    return {name: settings.get(name) for name in names} | (settings.get(_ROLES) or {})
+    return {name: settings.get(name) for name in names} | (
+        settings.get(_ROLE_FIELD) or {}
+    )
 
 
 def _take_roles(settings: dict[str, Any], roles: dict[str, Any]) -> None:
@@ -162,7 +164,7 @@ def _take_roles(settings: dict[str, Any], roles: dict[str, Any]) -> None:
     extra = settings.get(EXTRA)
     roles |= settings.pop(EXTRA) if isinstance(extra, Mapping) else {}
     if roles:
-        settings[_ROLES] = (settings.get(_ROLES) or {}) | roles
+        settings[_ROLE_FIELD] = (settings.get(_ROLE_FIELD) or {}) | roles
 
 
 def _from_map(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
@@ -183,5 +185,5 @@ def _token(name: str, entry: Any) -> AddedToken:
         raise ValueError(f"{name}={entry!r} must be a text, or an object with content")
     if isinstance(entry, str):
         return AddedToken(text, {"special": True})
-    flags = {name: bool(entry[name]) for name in _FLAGS if name in entry}
+    flags = {name: bool(entry[name]) for name in _TOKEN_FLAGS if name in entry}
     return AddedToken(text, flags)

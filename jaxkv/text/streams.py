@@ -181,7 +181,7 @@ class _Utf8Stage(_Stage):
         return (self._partial.decode("utf-8", "replace"),) if is_over else ()
 
 
-BYTES: tuple[Callable[[], _Stage], ...] = (_Utf8Stage,)
+BYTE_STAGES: tuple[Callable[[], _Stage], ...] = (_Utf8Stage,)
 """Stage constructors for tokens that are bytes."""
 
 
@@ -478,13 +478,13 @@ def _joined(
 
 def _bytes_of(piece: str) -> bytes:
     """Returns the bytes of a token in a byte-level vocabulary."""
-    if all(char in _BYTES for char in piece):
-        return bytes(_BYTES[char] for char in piece)
+    if all(char in _BYTE_OF_CHARACTER for char in piece):
+        return bytes(_BYTE_OF_CHARACTER[char] for char in piece)
     return piece.encode()
 
 
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
-_BYTES = {chr(byte): byte for byte in _SHOWN}
-_BYTES |= {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
+_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _SHOWN}
+_BYTE_OF_CHARACTER |= {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
 """The characters that are written for bytes, as in GPT-2."""

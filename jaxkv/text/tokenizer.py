@@ -17,7 +17,7 @@ from jaxkv import validation
 from jaxkv.text import chat_templates, special_tokens
 from jaxkv.text.stop_strings import StopSearch
 from jaxkv.text.streams import (
-    BYTES,
+    BYTE_STAGES,
     CLEANUP,
     Decode,
     StreamDecoder,
@@ -31,8 +31,8 @@ NUM_BYTES = 256
 MAX_BYTE_VOCAB = 264
 """Largest byte vocabulary: 256 bytes and up to 8 special tokens."""
 
-_CLEANUP = "clean_up_tokenization_spaces"
-_FORCED_CLEANUP = f"{_CLEANUP}_for_bpe_even_though_it_will_corrupt_output"
+_CLEANUP_FIELD = "clean_up_tokenization_spaces"
+_FORCED_CLEANUP = f"{_CLEANUP_FIELD}_for_bpe_even_though_it_will_corrupt_output"
 
 
 class _ChatTemplates:
@@ -366,7 +366,7 @@ class Tokenizer(_ChatTemplates):
     @property
     def _replaced(self) -> tuple[tuple[str, str], ...]:
         """Replacements in a decoded text, as in transformers: pattern, new text."""
-        is_asked = self.settings.get(_CLEANUP)
+        is_asked = self.settings.get(_CLEANUP_FIELD)
         is_bpe = isinstance(self.core.model, tokenizers.models.BPE)
         does_it = is_asked and (not is_bpe or self.settings.get(_FORCED_CLEANUP))
         return CLEANUP if does_it else ()
@@ -443,5 +443,5 @@ def check_texts(name: str, texts: Iterable[str]) -> Iterator[str]:
 
 
 _BYTE_TOKENS = StreamDecoder(
-    lambda token: bytes([token]) if 0 <= token < NUM_BYTES else None, BYTES
+    lambda token: bytes([token]) if 0 <= token < NUM_BYTES else None, BYTE_STAGES
 )

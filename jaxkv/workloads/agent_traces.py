@@ -42,7 +42,7 @@ from jaxtyping import Float, Int32
 
 from jaxkv.files import iterate_objects, read_head
 from jaxkv.workloads.chunk_ids import ChunkIds
-from jaxkv.workloads.lengths import LONGEST
+from jaxkv.workloads.lengths import MAX_TOKEN_COUNT
 from jaxkv.workloads.turns import number_in_order, pad_rows
 
 _TOLERANCE_S = 1.0
@@ -137,8 +137,8 @@ class _Reader:
           ValueError: a field or a request is impossible.
         """
         size = session.get("block_size")
-        if type(size) is not int or not 1 <= size <= LONGEST:
-            raise ValueError(f"block_size={size!r} must be in [1, {LONGEST}]")
+        if type(size) is not int or not 1 <= size <= MAX_TOKEN_COUNT:
+            raise ValueError(f"block_size={size!r} must be in [1, {MAX_TOKEN_COUNT}]")
         if self._chunk_tokens not in (0, size):
             raise ValueError(
                 f"block_size={size} must be {self._chunk_tokens}, as in the sessions "
@@ -308,6 +308,8 @@ def _seconds(
 
 def _integer(entry: dict[str, Any], name: str, where: str, *, low: int) -> int:
     value = entry.get(name)
-    if type(value) is not int or not low <= value <= LONGEST:
-        raise ValueError(f"{where}: {name}={value!r} must be in [{low}, {LONGEST}]")
+    if type(value) is not int or not low <= value <= MAX_TOKEN_COUNT:
+        raise ValueError(
+            f"{where}: {name}={value!r} must be in [{low}, {MAX_TOKEN_COUNT}]"
+        )
     return value

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Num
 
 from jaxkv import clock, validation
-from jaxkv.scheduling import BOUNDS, NO_LIMIT, RequestAttributes
+from jaxkv.scheduling import ATTRIBUTE_RANGES, NO_LIMIT, RequestAttributes
 from jaxkv.workloads import lengths
 
 
@@ -140,8 +140,10 @@ def make_workload(
     late = ~is_sent_later & (arrival_s < latest_s)
     _check_column(late, arrival_s, "arrives at {} s, before one ahead of it")
     for name, column in columns.items():
-        wrong = (column < 1) | (column > lengths.LONGEST)
-        _check_column(wrong, column, f"has {name}={{}}, not in [1, {lengths.LONGEST}]")
+        wrong = (column < 1) | (column > lengths.MAX_TOKEN_COUNT)
+        _check_column(
+            wrong, column, f"has {name}={{}}, not in [1, {lengths.MAX_TOKEN_COUNT}]"
+        )
     if clients is not None:
         hint = "at least 1, or None for an open loop"
         clients = validation.integer("clients", clients, low=1, hint=hint)
@@ -152,7 +154,7 @@ def make_workload(
         _check_column(short, limit, "has limit={}, below its prompt and output")
         limits = jnp.asarray(limit, jnp.int32)
     if attributes is not None:
-        for name, (low, high) in BOUNDS._asdict().items():
+        for name, (low, high) in ATTRIBUTE_RANGES._asdict().items():
             attribute_column = _numbers(
                 f"attributes.{name}", getattr(attributes, name), "iu"
             )
@@ -169,9 +171,9 @@ def make_workload(
     contexts = None
     if context is not None:
         context = np.broadcast_to(_numbers("context", context, "iu"), num)
-        wrong = (context < 0) | (context > lengths.LONGEST)
+        wrong = (context < 0) | (context > lengths.MAX_TOKEN_COUNT)
         _check_column(
-            wrong, context, f"has context={{}}, not in [0, {lengths.LONGEST}]"
+            wrong, context, f"has context={{}}, not in [0, {lengths.MAX_TOKEN_COUNT}]"
         )
         contexts = jnp.asarray(context, jnp.int32)
     arrival = clock.from_seconds(arrival_s)

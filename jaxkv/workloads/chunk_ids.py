@@ -14,7 +14,7 @@ from typing import overload
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-_BLOCK = 1 << 20
+_BLOCK_TOKENS = 1 << 20
 _NUM_PARTS = 16
 """Ids, and parts of the ids, that are searched at a time."""
 
@@ -157,8 +157,8 @@ class ChunkIds(Sequence[np.ndarray]):
         last = self.starts[1:][self.counts * size > num_tokens] - 1
         ids = np.unique(self.flat[last])
         parts = [np.zeros(0, np.int64)]
-        for start in range(0, self.flat.size if ids.size else 0, _BLOCK):
-            block = self.flat[start : start + _BLOCK]
+        for start in range(0, self.flat.size if ids.size else 0, _BLOCK_TOKENS):
+            block = self.flat[start : start + _BLOCK_TOKENS]
             at = np.minimum(np.searchsorted(ids, block), ids.size - 1)
             parts.append(start + np.flatnonzero(ids[at] == block))
         places = np.concatenate(parts)

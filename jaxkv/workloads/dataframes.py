@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-LIBRARIES = ("pandas", "polars")
+FRAME_LIBRARIES = ("pandas", "polars")
 """Libraries that make data frames; the first that is installed is used."""
 
 
@@ -20,7 +20,7 @@ def make_dataframe(columns: Mapping[str, Any]) -> Any:
     Raises:
       ImportError: neither pandas nor polars is installed.
     """
-    for name in LIBRARIES:
+    for name in FRAME_LIBRARIES:
         try:
             library = importlib.import_module(name)
         except ImportError:

@@ -16,11 +16,11 @@ from jaxtyping import Bool, Float, Int
 
 from jaxkv import validation
 
-LONGEST = 2**29
+MAX_TOKEN_COUNT = 2**29
 """Longest prompt or output in tokens, so that their sum is an int32."""
 _NUM_REFERENCE = 2**18
 """Size of the reference sample of a distribution; its means have an error of 0.2 %."""
-_NUM_ROUNDS = 60
+_SCALE_ITERATIONS = 60
 
 
 class Lengths(NamedTuple):
@@ -33,8 +33,8 @@ class Lengths(NamedTuple):
 
 
 def _check_mean(mean: float) -> None:
-    hint = f"in [1, {LONGEST}]"
-    validation.number("mean", mean, low=1.0, high=LONGEST, hint=hint)
+    hint = f"in [1, {MAX_TOKEN_COUNT}]"
+    validation.number("mean", mean, low=1.0, high=MAX_TOKEN_COUNT, hint=hint)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,13 @@ class Fixed:
     """A constant length."""
 
     tokens: int
-    """Length in [1, `LONGEST`]."""
+    """Length in [1, `MAX_TOKEN_COUNT`]."""
 
     def __post_init__(self) -> None:
         """Validates the field."""
-        hint = f"in [1, {LONGEST}], whole"
+        hint = f"in [1, {MAX_TOKEN_COUNT}], whole"
         tokens = self.tokens
-        below = LONGEST + 1
+        below = MAX_TOKEN_COUNT + 1
         validation.integer("tokens", tokens, low=1, below=below, hint=hint)
 
     @property
@@ -74,7 +74,7 @@ class Uniform:
         """Validates the fields."""
         for name in ("low", "high"):
             validation.integer(name, getattr(self, name))
-        if not 1 <= self.low <= self.high <= LONGEST:
+        if not 1 <= self.low <= self.high <= MAX_TOKEN_COUNT:
             raise ValueError(
                 f"low, high={(self.low, self.high)} must be in order, from 1"
             )
@@ -149,17 +149,17 @@ class Pair:
     """Distribution of the prompt length."""
     output: LengthDistribution
     """Distribution of the output length."""
-    max_prompt: int = LONGEST
+    max_prompt: int = MAX_TOKEN_COUNT
     """Largest prompt length."""
-    max_length: int = 2 * LONGEST
+    max_length: int = 2 * MAX_TOKEN_COUNT
     """Largest sum of prompt and output length."""
     keeps_means: bool = False
     """True if the accepted pairs have the means of `prompt` and `output`."""
 
     def __post_init__(self) -> None:
         """Validates the bounds."""
-        validation.within(self, "max_prompt", low=1, high=LONGEST)
-        validation.within(self, "max_length", low=2, high=2 * LONGEST)
+        validation.within(self, "max_prompt", low=1, high=MAX_TOKEN_COUNT)
+        validation.within(self, "max_length", low=2, high=2 * MAX_TOKEN_COUNT)
 
     def draw(self, rng: np.random.Generator, num: int) -> Lengths:
         """Draws the lengths of requests.
@@ -224,7 +224,7 @@ def rescale_to_means(
     means: Float[np.ndarray, " kinds"],
     fits: Callable[[Float[np.ndarray, "num kinds"]], Bool[np.ndarray, " num"]],
     *,
-    num_rounds: int = _NUM_ROUNDS,
+    num_rounds: int = _SCALE_ITERATIONS,
 ) -> Float[np.ndarray, " kinds"] | None:
     """Finds factors with which the accepted samples have given means.
 
@@ -257,7 +257,7 @@ def _draw(pair: Pair, rng: np.random.Generator, num: int) -> Float[np.ndarray, "
 def _within_bounds(pair: Pair, tokens: np.ndarray) -> Bool[np.ndarray, " n"]:
     """Marks the pairs within the bounds."""
     within = tokens[:, 0] <= pair.max_prompt
-    within &= tokens[:, 1] <= LONGEST
+    within &= tokens[:, 1] <= MAX_TOKEN_COUNT
     return within & (tokens.sum(1) <= pair.max_length)
 
 

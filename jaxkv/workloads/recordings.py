@@ -19,9 +19,9 @@ from jaxtyping import Float, Int, Int32, Int64
 from jaxkv.workloads import arrivals
 from jaxkv.workloads.agent_traces import has_agent_sessions, read_agent_sessions
 from jaxkv.workloads.chunk_ids import ChunkIds
-from jaxkv.workloads.lengths import LONGEST
+from jaxkv.workloads.lengths import MAX_TOKEN_COUNT
 from jaxkv.workloads.trace_columns import TraceColumns, read_trace_columns
-from jaxkv.workloads.trace_formats import SECONDS
+from jaxkv.workloads.trace_formats import SECONDS_PER_UNIT
 from jaxkv.workloads.trace_units import find_chunk_tokens, find_unit, to_arrival_s
 from jaxkv.workloads.turns import TurnLinks, link_parents, link_sessions
 
@@ -169,10 +169,10 @@ def read_recording(
         the unit of the times or the size of the chunks is open; or no request is left.
         One line with the file and the line in it.
     """
-    if time_unit is not None and time_unit not in SECONDS:
-        raise ValueError(f"{time_unit=} must be one of {', '.join(SECONDS)}")
-    if chunk_tokens is not None and not 1 <= chunk_tokens <= LONGEST:
-        raise ValueError(f"{chunk_tokens=} must be in [1, {LONGEST}]")
+    if time_unit is not None and time_unit not in SECONDS_PER_UNIT:
+        raise ValueError(f"{time_unit=} must be one of {', '.join(SECONDS_PER_UNIT)}")
+    if chunk_tokens is not None and not 1 <= chunk_tokens <= MAX_TOKEN_COUNT:
+        raise ValueError(f"{chunk_tokens=} must be in [1, {MAX_TOKEN_COUNT}]")
     if not 0 <= answer_s_per_token < math.inf:
         raise ValueError(f"{answer_s_per_token=} must be at least 0")
     if has_agent_sessions(path):
@@ -213,7 +213,7 @@ def read_recording(
         links = _link(columns, arrival_s, answer_s_per_token)
         if links is not None and not columns.format.chat:
             is_given = ~np.isnan(columns.delay) & (links.after[:, 0] >= 0)
-            per_second = SECONDS[time_unit or columns.format.unit or unit]
+            per_second = SECONDS_PER_UNIT[time_unit or columns.format.unit or unit]
             recorded_s = columns.delay / per_second
             links = links._replace(
                 delay_s=np.where(is_given, recorded_s, links.delay_s)
@@ -333,7 +333,7 @@ def _fill_turns(columns: TraceColumns, chunk_tokens: int | None) -> TraceColumns
                     f"line {columns.line[last]}"
                 )
             prompt[turn] += prompt[last] + columns.output[last]
-            if prompt[turn] > LONGEST:
+            if prompt[turn] > MAX_TOKEN_COUNT:
                 raise ValueError(
                     f"line {columns.line[turn]}: the prompt has {prompt[turn]} tokens "
                     "with the earlier turns of its session"

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 
 from jaxkv.files import BLOCK_BYTES, MISSING, RaggedError, TableBlock, read_blocks
 from jaxkv.workloads.chunk_ids import ChunkIds
-from jaxkv.workloads.lengths import LONGEST
+from jaxkv.workloads.lengths import MAX_TOKEN_COUNT
 from jaxkv.workloads.trace_formats import DATE, TraceFormat, find_format
 
 type _Problem = tuple[int, str]
@@ -159,8 +159,16 @@ class _Reader:
         output = column(kind.output, _to_integer, "whole", optional=False)
         is_empty = (output == 0) & self._skip_empty
         for name, values, wrong in (
-            ("prompt", kind.prompt, ((prompt < 1) | (prompt > LONGEST)) & ~is_empty),
-            ("output", kind.output, ((output < 1) | (output > LONGEST)) & ~is_empty),
+            (
+                "prompt",
+                kind.prompt,
+                ((prompt < 1) | (prompt > MAX_TOKEN_COUNT)) & ~is_empty,
+            ),
+            (
+                "output",
+                kind.output,
+                ((output < 1) | (output > MAX_TOKEN_COUNT)) & ~is_empty,
+            ),
             ("prompt", kind.prompt, is_empty & (prompt < 0)),
         ):
             _add_first(

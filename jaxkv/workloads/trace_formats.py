@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 DATE = "date"
 """Unit of times in ISO 8601."""
-SECONDS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e3, "us": 1e6}
 """Units of times -> units in a second."""
 
 
@@ -40,7 +40,8 @@ class TraceFormat(NamedTuple):
     output: str
     """Column of the output lengths in tokens."""
     unit: str
-    """Unit of the times: a key of `SECONDS`, or `DATE`; "" if it is not documented."""
+    """Unit of the times: a key of `SECONDS_PER_UNIT`, or `DATE`; "" if it is not
+    documented."""
     session: str = ""
     """Column of sessions; an empty or absent cell means none. "" for no such column."""
     answer: str = ""
@@ -67,17 +68,17 @@ class TraceFormat(NamedTuple):
         return tuple(filter(None, columns))
 
 
-_LENGTHS = ("input_length", "output_length")
-_PLAIN = ("prompt_tokens", "output_tokens")
+_LENGTH_COLUMNS = ("input_length", "output_length")
+_PLAIN_COLUMNS = ("prompt_tokens", "output_tokens")
 MOONCAKE = TraceFormat(
-    *("timestamp", *_LENGTHS, "ms"),
+    *("timestamp", *_LENGTH_COLUMNS, "ms"),
     session="session_id",
     delay="delay",
     hash_ids="hash_ids",
     chunk_tokens=512,
     has_turns=True,
 )
-FORMATS = (
+TRACE_FORMATS = (
     TraceFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", DATE),
     TraceFormat(
         *("Timestamp", "Request tokens", "Response tokens", "s"),
@@ -85,13 +86,13 @@ FORMATS = (
         answer="Elapsed time",
         total="Total tokens",
     ),
-    TraceFormat("arrival_s", *_PLAIN, "s", session="session", delay="delay_s"),
-    TraceFormat("arrival_ms", *_PLAIN, "ms", session="session"),
-    TraceFormat("arrival_us", *_PLAIN, "us", session="session"),
-    TraceFormat("arrival", *_PLAIN, "", session="session"),
-    TraceFormat("timestamp", *_PLAIN, "", session="session"),
+    TraceFormat("arrival_s", *_PLAIN_COLUMNS, "s", session="session", delay="delay_s"),
+    TraceFormat("arrival_ms", *_PLAIN_COLUMNS, "ms", session="session"),
+    TraceFormat("arrival_us", *_PLAIN_COLUMNS, "us", session="session"),
+    TraceFormat("arrival", *_PLAIN_COLUMNS, "", session="session"),
+    TraceFormat("timestamp", *_PLAIN_COLUMNS, "", session="session"),
     TraceFormat(
-        *("timestamp", *_LENGTHS, "s"),
+        *("timestamp", *_LENGTH_COLUMNS, "s"),
         chat="chat_id",
         parent="parent_chat_id",
         hash_ids="hash_ids",
@@ -112,7 +113,7 @@ def find_format(names: Collection[str], repeated: Collection[str]) -> TraceForma
     Raises:
       ValueError: no format has these columns.
     """
-    for kind in FORMATS:
+    for kind in TRACE_FORMATS:
         # BurstGPT's columns have several spellings.
         spell = _squeeze if kind.answer else str
         written = {spell(name): name for name in names}
@@ -120,22 +121,31 @@ def find_format(names: Collection[str], repeated: Collection[str]) -> TraceForma
             columns: dict[str, Any] = {
                 field: written.get(spell(name), name)
                 for field, name in kind._asdict().items()
-                if field in _COLUMNS
+                if field in _TRACE_FIELDS
             }
             return kind._replace(**columns)
     # Turns of sessions may have no times, and the error has the row without a number.
     if MOONCAKE.time in names or {MOONCAKE.prompt, MOONCAKE.session} <= {*names}:
         return MOONCAKE
     for name in repeated:
-        if any(name in kind.required for kind in FORMATS):
+        if any(name in kind.required for kind in TRACE_FORMATS):
             raise ValueError(f"two columns are named {name!r}")
-    choices = "; ".join(", ".join(kind.required) for kind in FORMATS)
+    choices = "; ".join(", ".join(kind.required) for kind in TRACE_FORMATS)
     shown = ", ".join(names)
     raise ValueError(f"its columns are {shown}; known are: {choices}")
 
 
-_COLUMNS = ("time", "prompt", "output", "session", "answer", "delay", "chat", "parent")
-_COLUMNS += ("hash_ids", "total")
+_TRACE_FIELDS = (
+    "time",
+    "prompt",
+    "output",
+    "session",
+    "answer",
+    "delay",
+    "chat",
+    "parent",
+)
+_TRACE_FIELDS += ("hash_ids", "total")
 
 
 def _squeeze(name: str) -> str:

@@ -5,9 +5,9 @@ import math
 import numpy as np
 from jaxtyping import Float, Int64
 
-from jaxkv.workloads.lengths import LONGEST
+from jaxkv.workloads.lengths import MAX_TOKEN_COUNT
 from jaxkv.workloads.trace_columns import TraceColumns
-from jaxkv.workloads.trace_formats import DATE, SECONDS
+from jaxkv.workloads.trace_formats import DATE, SECONDS_PER_UNIT
 
 _UNIX = {"s": (1e9, 1e10), "ms": (1e12, 1e13), "us": (1e15, 1e16)}
 """Range of Unix times of the years 2001 to 2286 by unit."""
@@ -37,7 +37,7 @@ def find_unit(columns: TraceColumns, time_unit: str | None) -> tuple[str, list[s
     for unit, (low, high) in _UNIX.items():
         # A column may name its unit: 10^9 us are a quarter of an hour.
         is_named = name == f"arrival_{kind.unit}"
-        is_possible = is_named and start < _UNIX["s"][1] * SECONDS[kind.unit]
+        is_possible = is_named and start < _UNIX["s"][1] * SECONDS_PER_UNIT[kind.unit]
         if low <= start < high and (not is_possible or unit == kind.unit):
             return unit, _clock_warnings(columns, unit)
     if start >= _NANOSECONDS:
@@ -60,7 +60,7 @@ before and after it may have two clocks."""
 
 def _clock_warnings(columns: TraceColumns, unit: str) -> list[str]:
     """Returns a warning if a few rows are far from all others in time."""
-    times = columns.time / SECONDS[unit]
+    times = columns.time / SECONDS_PER_UNIT[unit]
     order = np.argsort(times)
     order = order[~np.isnan(times[order])]
     gaps = np.diff(times[order])
@@ -95,7 +95,7 @@ def _unit_warnings(
     """Returns warnings about times that look like another unit."""
     num = times.size
     start = float(times.min())
-    span = (float(times.max()) - start) / SECONDS[unit]
+    span = (float(times.max()) - start) / SECONDS_PER_UNIT[unit]
     words = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
     text = f"{name} is read as {words[unit]}: {num:,} requests in {span:,.4g} s"
     is_whole = not np.any((times - start) % 1)
@@ -114,7 +114,7 @@ def to_arrival_s(columns: TraceColumns, unit: str) -> Float[np.ndarray, " reques
     is_plain = kind.time.startswith("arrival") and kind.unit != DATE
     is_unix = _UNIX[unit][0] <= times[0] < _UNIX[unit][1]
     start = 0.0 if is_plain and not is_unix else times[0]
-    return (times - start) / SECONDS[unit]
+    return (times - start) / SECONDS_PER_UNIT[unit]
 
 
 def find_chunk_tokens(columns: TraceColumns, chunk_tokens: int | None) -> int | None:
@@ -166,7 +166,9 @@ def _fitting_sizes(
     has_full_chunk = ids > 1
     low = int((-(-num[has_ids] // num_ids)).max())
     high = int(
-        ((num[has_full_chunk] - 1) // (ids[has_full_chunk] - 1)).min(initial=LONGEST)
+        ((num[has_full_chunk] - 1) // (ids[has_full_chunk] - 1)).min(
+            initial=MAX_TOKEN_COUNT
+        )
     )
     full_low = int((num // (ids + 1)).max()) + 1
     full_high = int((num[has_ids] // num_ids).min())

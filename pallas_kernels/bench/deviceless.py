@@ -23,7 +23,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_TARGET = Path(__file__).parents[1] / "h200.txtpb"
+_TARGET_FILE = Path(__file__).parents[1] / "h200.txtpb"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
 _TOOLKITS = ("/usr/local/cuda",)
 _DRIVER = Path("/dev/nvidiactl")
@@ -121,7 +121,7 @@ def make_h200_mesh(axes: Mapping[str, int]) -> Mesh:
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
-            target_config=_TARGET.read_text("utf-8"),
+            target_config=_TARGET_FILE.read_text("utf-8"),
             # Slices of hosts, hosts of a slice, devices of a host.
             topology=f"1x1x{math.prod(sizes)}",
         )

@@ -228,7 +228,7 @@ def make_attention(
     if heads.value_width is not None:
         v = None
         options["value_width"] = heads.value_width
-    if feature in quantizing.NUMBERS:
+    if feature in quantizing.CODE_DTYPES:
         kind: Any = feature
         k, options["k_scales"] = quantizing.quantize(k, kind)
         if v is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from pallas_kernels.bench import specs
 from pallas_kernels.bench.specs import GroupedSpec, Spec
 
-MAX_BYTES = 60_000_000_000
+MAX_CASE_BYTES = 60_000_000_000
 """Largest shape of the grid: an H200 has 150 GB, and peers need a second layout."""
 
 
@@ -40,34 +40,36 @@ def _latent(**values: Any) -> list[Spec]:
 
 K = 1024
 TREE_ROWS = [8, 26, 64]
-PAGE_SIZES = [16, 64, 256]
-_TINY: dict[str, Any] = {"heads": specs.TINY, "page_size": 8, "dtype": "float32"}
-_SMALL: dict[str, Any] = {"dtype": "float32"}
+PAGE_SIZE_CHOICES = [16, 64, 256]
+_TINY_CASE: dict[str, Any] = {"heads": specs.TINY, "page_size": 8, "dtype": "float32"}
+_FLOAT32: dict[str, Any] = {"dtype": "float32"}
 
 SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
     # The shapes of the tests.
     "tiny": (
-        *_all("decode", batch=3, context=40, lengths="uniform", **_TINY),
-        *_all("tree", batch=2, context=21, rows=5, **_TINY),
-        Spec(kind="chunk", batch=2, context=17, rows=9, **_TINY),
-        *_all("copy", batch=4, **_TINY),
+        *_all("decode", batch=3, context=40, lengths="uniform", **_TINY_CASE),
+        *_all("tree", batch=2, context=21, rows=5, **_TINY_CASE),
+        Spec(kind="chunk", batch=2, context=17, rows=9, **_TINY_CASE),
+        *_all("copy", batch=4, **_TINY_CASE),
         GroupedSpec(tokens=9, experts=specs.TINY_EXPERTS, dtype="float32"),
     ),
     # The shapes that a CPU computes in a minute.
     "small": (
-        *_all("decode", batch=1, context=K, heads=specs.SMOLLM2_135M, **_SMALL),
-        *_all("decode", batch=8, context=K, **_SMALL),
-        *_all("decode", batch=8, context=K, page_size=64, lengths="uniform", **_SMALL),
-        *_all("tree", batch=2, context=K, rows=26, **_SMALL),
-        *_all("prefix", batch=8, context=K, shared=K - 128, **_SMALL),
-        *_all("chunk", context=K, rows=128, **_SMALL),
-        *_all("prefill", rows=512, **_SMALL),
-        *_all("copy", batch=512, **_SMALL),
+        *_all("decode", batch=1, context=K, heads=specs.SMOLLM2_135M, **_FLOAT32),
+        *_all("decode", batch=8, context=K, **_FLOAT32),
+        *_all(
+            "decode", batch=8, context=K, page_size=64, lengths="uniform", **_FLOAT32
+        ),
+        *_all("tree", batch=2, context=K, rows=26, **_FLOAT32),
+        *_all("prefix", batch=8, context=K, shared=K - 128, **_FLOAT32),
+        *_all("chunk", context=K, rows=128, **_FLOAT32),
+        *_all("prefill", rows=512, **_FLOAT32),
+        *_all("copy", batch=512, **_FLOAT32),
         *expand_specs(
             GroupedSpec,
             tokens=[1, 8, 512],
             experts=[specs.SMALL_EXPERTS, specs.SMALL_MANY_EXPERTS],
-            **_SMALL,
+            **_FLOAT32,
         ),
     ),
     "quick": (
@@ -86,7 +88,7 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
     "real": (
         *_all("decode", batch=[1, 8, 256], context=K),
         *_all("decode", batch=[1, 8, 64], context=8 * K),
-        *_all("decode", batch=32, context=4 * K, page_size=PAGE_SIZES),
+        *_all("decode", batch=32, context=4 * K, page_size=PAGE_SIZE_CHOICES),
         *_all("decode", batch=1, context=32 * K),
         *_all(
             "decode",
@@ -123,7 +125,7 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
                     specs.LLAMA_3_70B,
                     specs.MULTI_QUERY,
                 ],
-                page_size=PAGE_SIZES,
+                page_size=PAGE_SIZE_CHOICES,
                 batch=[1, 8, 32, 64, 256],
                 context=[K, 8 * K, 32 * K, 128 * K],
             ),
@@ -135,14 +137,18 @@ SETS: dict[str, tuple[Spec | GroupedSpec, ...]] = {
                     (16, 64, 256), (K, 8 * K, 32 * K)
                 )
             ),
-            *_all("chunk", context=[8 * K, 32 * K], rows=512, page_size=PAGE_SIZES),
-            *_all("prefill", rows=[512, 2 * K, 8 * K, 16 * K], page_size=PAGE_SIZES),
+            *_all(
+                "chunk", context=[8 * K, 32 * K], rows=512, page_size=PAGE_SIZE_CHOICES
+            ),
+            *_all(
+                "prefill", rows=[512, 2 * K, 8 * K, 16 * K], page_size=PAGE_SIZE_CHOICES
+            ),
             *_both(
                 tokens=[1, 8, 64, 256, 1024, 4096, 16384],
                 experts=[specs.MIXTRAL_8X7B, specs.DEEPSEEK_V2_LITE, specs.DEEPSEEK_V3],
             ),
         )
-        if spec.bytes <= MAX_BYTES
+        if spec.bytes <= MAX_CASE_BYTES
     ),
 }
 """Attention, then copies, then grouped products."""

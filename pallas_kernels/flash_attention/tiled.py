@@ -25,7 +25,7 @@ from pallas_kernels.online_softmax import SoftmaxState
 type FlashImplementation = Literal["reference", "cudnn"]
 """Names of implementations; `None` means the best one for platform and type."""
 
-TILE = 128
+QUERY_TILE = 128
 """Queries of a tile, and keys of a tile."""
 
 
@@ -51,7 +51,7 @@ def flash_attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
-    tile: int = TILE,
+    tile: int = QUERY_TILE,
     implementation: FlashImplementation | None = None,
 ) -> tuple[
     Float[Array, "batch queries q_heads value_width"],

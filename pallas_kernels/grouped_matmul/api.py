@@ -19,7 +19,7 @@ from pallas_kernels.grouped_matmul import blocks, reference
 type GroupedImplementation = Literal["reference", "mosaic_gpu"]
 """Names of implementations; `None` means the best one for platform and shape."""
 
-TILE = 64
+GROUP_TILE = 64
 """Width and columns must be multiples of it for the Mosaic GPU kernel; also the rows of
 a block under reproducible numerics."""
 
@@ -96,7 +96,7 @@ def grouped_matmul(
         numerics=numerics,
         implementation=implementation,
     )
-    block_rows = TILE if numerics == "reproducible" else None
+    block_rows = GROUP_TILE if numerics == "reproducible" else None
     # If one operand varies over a mesh axis, so do the gradients of both.
     x, w = (devices.varying_like(operand, x, w, group_sizes) for operand in (x, w))
     return _product(x, w, group_sizes, _ProductConfig(chosen, dtype, block_rows))
@@ -135,8 +135,8 @@ def _why_not_mosaic(
     if w.shape[0] == 0:
         return f"{w.shape[0]=} must be at least 1"
     for name, size in (("width", w.shape[1]), ("columns", w.shape[2])):
-        if size == 0 or size % TILE:
-            return f"{name}={size} must be a positive multiple of {TILE}"
+        if size == 0 or size % GROUP_TILE:
+            return f"{name}={size} must be a positive multiple of {GROUP_TILE}"
     return None
 
 

@@ -136,7 +136,7 @@ def paged_attention(
         few_queries = rows * by_head[1] <= reference.FEW_QUERIES * num_slots
         attend = functools.partial(
             attend,
-            block_size=min(reference.MAX_BLOCK, few * reference.BLOCK),
+            block_size=min(reference.MAX_BLOCK_SIZE, few * reference.BLOCK_SIZE),
             one_by_one=devices.current_target().platform == "cpu"
             and q.dtype == jnp.float32
             and few_queries

@@ -18,11 +18,11 @@ from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.stream_k import StreamKSchedule, Tiling
 from pallas_kernels.row_packing import Packing
 
-FIRST = 0
-LIMIT = 1
+FIRST_POSITION = 0
+END_POSITION = 1
 POSITION = 2
-WORDS = 3
-"""Lines of `DecodePlan.rows`; words of ancestors are the lines from `WORDS` on."""
+ANCESTOR_WORDS = 3
+"""Lines of `DecodePlan.rows`; words of ancestors begin at `ANCESTOR_WORDS`."""
 
 LATENT_WIDTH = 576
 LATENT_VALUE_WIDTH = 512

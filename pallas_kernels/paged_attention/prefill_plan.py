@@ -24,9 +24,9 @@ TILE_ROWS = 2 * WGMMA_ROWS
 """Rows of a tile of queries; each warpgroup has half of them."""
 
 
-SLOT, ROW, BEGIN, END, WHOLE, _ = range(6)
-LOW, HIGH, FIRST, INNER, NUM_INNER, NUM_KV = range(6, 12)
-"""Lines of `PrefillPlan.tiles`; `WHOLE` has one line for each half of a tile."""
+SLOT, ROW, BEGIN_ROW, END_ROW, IS_FULL, _ = range(6)
+LOW, HIGH, FIRST_KV, INNER, NUM_INNER, NUM_KV = range(6, 12)
+"""Lines of `PrefillPlan.tiles`; `IS_FULL` has one line for each half of a tile."""
 
 ALL_KV = NUM_KV + 1
 """Last line of `_lines_of_rows`."""
@@ -118,7 +118,7 @@ def plan_prefill(
     )
     # Tiles with most keys first, then in the order of rows.
     index = jnp.arange(num_rows, dtype=jnp.int32)
-    is_after = (index[None, :] >= lines[BEGIN][:, None]).astype(jnp.int32)
+    is_after = (index[None, :] >= lines[BEGIN_ROW][:, None]).astype(jnp.int32)
     goes_before = lines[NUM_KV][None, :] >= lines[ALL_KV][:, None] + is_after
     rank = jnp.sum(goes_before, axis=1, dtype=jnp.int32)
     # The lines of each tile are those of its first row.

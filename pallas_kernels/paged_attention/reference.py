@@ -1,9 +1,9 @@
 """Reference attention over pages in plain JAX, also the implementation on CPUs.
 
-Both functions loop over blocks of `BLOCK` positions with the online softmax, from the
-first to the last block that any row attends to. A block that a row does not attend to
-changes none of its bits. Masked positions may hold any value, NaN included, and pages
-without a position that a row attends to are not read.
+Both functions loop over blocks of `BLOCK_SIZE` positions with the online softmax, from
+the first to the last block that any row attends to. Other blocks change no bit of a
+row. Masked positions may hold any value, NaN included, and pages without a position
+that a row attends to are not read.
 
 The range of blocks is known only on the device, and reverse-mode differentiation needs
 loops of static length: derivatives are those of loops over all positions of the table.
@@ -25,16 +25,16 @@ from pallas_kernels.online_softmax import ScoreTransform, SoftmaxState
 from pallas_kernels.paged_attention import page_blocks
 from pallas_kernels.paged_attention.page_blocks import PagedKV, RowView
 
-BLOCK = 64
+BLOCK_SIZE = 64
 """Positions that are gathered and summed together."""
-MAX_BLOCK = 256
+MAX_BLOCK_SIZE = 256
 """Block size for few rows, where starting an operation costs more than its work, and
 for many rows over positions that all of them attend to, without a mask."""
 FEW_SLOTS = 4
 FEW_QUERIES = 6
 """Numbers of slots, and of queries of a KV head, up to which a CPU is faster with
 matrix-vector products than with matrix products."""
-TILE = 64
+POSITION_TILE = 64
 MAX_TILE = 128
 """Rows of one slot that share a gather in `attend_per_tile`; `MAX_TILE` if slots have
 on average so many rows. Wide blocks are used with `MAX_TILE` only."""
@@ -94,7 +94,7 @@ def attend_per_slot(
     view: RowView,
     terms: ScoreTransform,
     *,
-    block_size: int = BLOCK,
+    block_size: int = BLOCK_SIZE,
     one_by_one: bool = False,
     is_bounded: bool = False,
 ) -> tuple[
@@ -182,7 +182,7 @@ def attend_per_tile(
     """
     assert view.slots is not None
     rows, kv_heads, group, head_dim = q.shape
-    size = MAX_TILE if rows >= MAX_TILE * view.page_ids.shape[0] else TILE
+    size = MAX_TILE if rows >= MAX_TILE * view.page_ids.shape[0] else POSITION_TILE
     is_wide = size == MAX_TILE and view.window is None
     num_places = view.page_ids.shape[1] * memory.k.shape[2]
     starts, num_tiles = _tiles(view.slots, size)
@@ -268,8 +268,8 @@ def attend_per_tile(
 
         shape = kv_heads, group * size
         state = online_softmax.init_softmax(shape, memory.output_width, q.dtype)
-        begin = first // BLOCK
-        end = last // BLOCK + 1
+        begin = first // BLOCK_SIZE
+        end = last // BLOCK_SIZE + 1
         if is_wide:
             # Number of leading positions that each row attends to.
             if tile_view.ancestors is None or tile_view.context is None:
@@ -279,20 +279,20 @@ def attend_per_tile(
                 num_visible = jnp.where(
                     has_tree, tile_view.context, tile_view.positions + 1
                 )
-            seen_by_all = jnp.min(jnp.where(is_row, num_visible, end * BLOCK))
-            num_wide = seen_by_all // MAX_BLOCK
-            wide = functools.partial(block, MAX_BLOCK, True)
-            max_blocks = num_places // MAX_BLOCK
+            seen_by_all = jnp.min(jnp.where(is_row, num_visible, end * BLOCK_SIZE))
+            num_wide = seen_by_all // MAX_BLOCK_SIZE
+            wide = functools.partial(block, MAX_BLOCK_SIZE, True)
+            max_blocks = num_places // MAX_BLOCK_SIZE
             state = _loop(
                 0, num_wide, wide, state, at_most=max_blocks, is_bounded=is_bounded
             )
-            begin = num_wide * (MAX_BLOCK // BLOCK)
+            begin = num_wide * (MAX_BLOCK_SIZE // BLOCK_SIZE)
         state = _loop(
             begin,
             end,
-            functools.partial(block, BLOCK, False),
+            functools.partial(block, BLOCK_SIZE, False),
             state,
-            at_most=-(-num_places // BLOCK),
+            at_most=-(-num_places // BLOCK_SIZE),
             is_bounded=is_bounded,
         )
         out, lse = online_softmax.normalize_softmax(state, sinks, q.dtype)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from scaling.calibration.posterior import (
         DISCREPANCY,
         EXTRAPOLATION,
-        NOISE,
-        NUM_ROUNDS,
+        FIT_ROUNDS,
+        STAGE_NOISE,
         LatencyFactors,
         LoadSizes,
         OutsideSize,

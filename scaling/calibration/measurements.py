@@ -125,7 +125,7 @@ def read_measured_stages(path: Path) -> tuple[MeasuredStage, ...]:
     if not table.rows:
         raise ValueError(f"{path}: has no rows")
     has_latencies = any(name in table.names for name in _LATENCY_COLUMNS)
-    needed = (*_COLUMNS, *(_LATENCY_COLUMNS if has_latencies else ()))
+    needed = (*_MEASUREMENT_COLUMNS, *(_LATENCY_COLUMNS if has_latencies else ()))
     if missing := [name for name in needed if name not in table.names]:
         raise ValueError(f"{path}: lacks the columns {', '.join(missing)}")
     stages: dict[str, MeasuredStage] = {}
@@ -185,17 +185,17 @@ def _find_doubt(stage: MeasuredStage, row: RawRow) -> str:
     return ""
 
 
-_COLUMNS = (
+_MEASUREMENT_COLUMNS = (
     *("run", "stage", "model", "tensor_parallel"),
     *("max_model_len", "max_num_batched_tokens", "max_num_seqs"),
     *("arrivals", "rate_per_s", "duration_s"),
     *("system_prompts", "users_per_system_prompt", "system_prompt_tokens"),
     *("question_tokens", "answer_tokens"),
 )
-_LATENCIES = ("e2e_s", "ttft_s", "tpot_s")
+_LATENCY_NAMES = ("e2e_s", "ttft_s", "tpot_s")
 _LATENCY_COLUMNS = (
     *("successes", "failures"),
-    *(f"{kind}_{x}" for kind in _LATENCIES for x in LatencySummary._fields),
+    *(f"{kind}_{x}" for kind in _LATENCY_NAMES for x in LatencySummary._fields),
 )
 
 
@@ -270,11 +270,11 @@ def _read_stage(table: RawTable, row: RawRow, has_latencies: bool) -> MeasuredSt
             LatencySummary(
                 *(c.number(f"{kind}_{x}", is_open=True) for x in LatencySummary._fields)
             )
-            for kind in _LATENCIES
+            for kind in _LATENCY_NAMES
         )
         if end_to_end.mean < first.mean:
             raise c.error("e2e_s_mean", f"at least ttft_s_mean={first.mean:g}")
-        for kind, x in zip(_LATENCIES, (end_to_end, first, inter), strict=True):
+        for kind, x in zip(_LATENCY_NAMES, (end_to_end, first, inter), strict=True):
             if x.p99 < x.median:
                 raise c.error(f"{kind}_p99", f"at least {kind}_median={x.median:g}")
         if answer > 1:

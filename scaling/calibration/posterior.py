@@ -45,7 +45,7 @@ from scaling.costs import find_device
 DISCREPANCY = np.array([0.05, 0.08])
 """Standard deviation of a model's discrepancy: of the logarithms of the end-to-end and
 the first-token time. Assumed, not fitted: three models do not determine it."""
-NOISE = np.array([0.015, 0.04])
+STAGE_NOISE = np.array([0.015, 0.04])
 """Standard deviation of a stage's noise: load, start-up, and the seed of a window."""
 
 EXTRAPOLATION = np.array([0.05, 0.12])
@@ -54,7 +54,7 @@ each factor of 2. Calibrated to one stage that was not fitted: answers of 1,448 
 where the longest fitted ones have 251, took 8 % longer than predicted, and first tokens
 came after 1.6 times the predicted time."""
 
-NUM_ROUNDS = 3
+FIT_ROUNDS = 3
 """Times that a fit simulates each stage."""
 _DRAWS_PER_ROUND = 8
 _NUM_PROPOSALS = 20_000
@@ -115,7 +115,7 @@ def fit_posterior(
       stages: the stages, with latencies.
       num_draws: draws of the posterior, at least 2.
       seed: random seed.
-      on_simulated: called `NUM_ROUNDS` times for each kept stage, after its simulation.
+      on_simulated: called `FIT_ROUNDS` times for each kept stage, after its simulation.
 
     Raises:
       ValueError: no stage is left, a stage has no latencies, or a number is out of
@@ -136,7 +136,7 @@ def fit_posterior(
     rng = np.random.default_rng(seed)
     mode = np.zeros(len(PRIOR))
     corrections = np.zeros_like(data)
-    for _ in range(NUM_ROUNDS):
+    for _ in range(FIT_ROUNDS):
         mode, factor = _find_mode(
             surrogate, jacobian, data - corrections, whitener, mode
         )
@@ -290,13 +290,13 @@ def find_latency_factors(
     variance = DISCREPANCY**2
     if model in posterior.residuals:
         # The discrepancy given the residuals of the model's stages.
-        share = variance / (variance + NOISE**2 / posterior.num_stages[model])
+        share = variance / (variance + STAGE_NOISE**2 / posterior.num_stages[model])
         mean = share * posterior.residuals[model]
         variance = variance * (1 - share)
     if sizes is not None:
         outside = find_outside_sizes(posterior, sizes).values()
         variance = variance + EXTRAPOLATION**2 * sum(x.octaves**2 for x in outside)
-    return LatencyFactors(mean, np.sqrt(variance + NOISE**2))
+    return LatencyFactors(mean, np.sqrt(variance + STAGE_NOISE**2))
 
 
 def take_draws(posterior: ServerPosterior, num: int) -> ServerPosterior:
@@ -380,7 +380,7 @@ def _make_whitener(models: Sequence[str]) -> Float[np.ndarray, "2 stages stages"
     same = np.equal.outer(models, models).astype(float)
     covariances = [
         tau**2 * same + sigma**2 * np.eye(len(models))
-        for tau, sigma in zip(DISCREPANCY, NOISE, strict=True)
+        for tau, sigma in zip(DISCREPANCY, STAGE_NOISE, strict=True)
     ]
     return np.stack([np.linalg.inv(np.linalg.cholesky(x)) for x in covariances])
 

@@ -36,7 +36,7 @@ from scaling.calibration.servers import ServerLoad, ServerSetup
 
 _REQUESTS = 256
 """Workloads are padded to a multiple, so that loads share programs."""
-_HEAD = 16
+_HEAD_SIZE = 16
 """Waiting requests that a policy of `_IN_ORDER` sees in a step; a larger head is slower
 and admits no more requests unless it admits more than 16 in a step."""
 _IN_ORDER = (VLLMScheduler, FCFS, ChunkedPrefill, Static)
@@ -160,7 +160,7 @@ def simulate_server(
     for load in loads:
         _refuse_misfits(setup, load)
     is_ordered = isinstance(policy, _IN_ORDER)
-    head = _HEAD
+    head = _HEAD_SIZE
     runs: dict[int, ServerRun] = {}
     waiting = list(range(len(loads)))
     while waiting:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         windows_per_epoch,
     )
     from scaling.corpora.texts import (
-        END,
+        END_TOKEN,
         STANDARD_LIBRARY,
         VOCAB_SIZE,
         CorpusConfig,

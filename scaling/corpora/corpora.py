@@ -11,7 +11,7 @@ from scaling.corpora.languages import LanguageConfig, open_language
 from scaling.corpora.streams import Corpus, draw_windows, windows_per_epoch
 from scaling.corpora.texts import (
     DOCUMENTATION,
-    END,
+    END_TOKEN,
     STANDARD_LIBRARY,
     VOCAB_SIZE,
     CorpusConfig,
@@ -27,7 +27,7 @@ from scaling.corpora.tokenizing_texts import corpus_tokenizer, encode_documents
 
 __all__ = [
     "DOCUMENTATION",
-    "END",
+    "END_TOKEN",
     "STANDARD_LIBRARY",
     "VOCAB_SIZE",
     "AnyCorpus",

@@ -14,13 +14,13 @@ from jaxtyping import Array, Int, Int32, UInt, UInt32
 
 from jaxkv import validation
 
-_NUM_ROUNDS = 24
-MAX_TOKENS = 2**31 - 1
+_SHUFFLE_ROUNDS = 24
+MAX_CORPUS_TOKENS = 2**31 - 1
 """Largest number of tokens of a stream that `draw_windows` can index."""
 # The digest of a longer stream reads evenly spaced pieces.
 _DIGESTED_WHOLE = 2**28
 _NUM_PIECES = 256
-_PIECE = 2**20
+_PIECE_BYTES = 2**20
 
 
 class Corpus(NamedTuple):
@@ -72,7 +72,7 @@ def make_corpus(
     for side, tokens in {"training": stream, "held-out": held_out}.items():
         if len(tokens) == 0:
             raise ValueError(f"{name}: the {side} side has no tokens")
-        if len(tokens) > MAX_TOKENS:
+        if len(tokens) > MAX_CORPUS_TOKENS:
             raise ValueError(
                 f"{name}: {len(tokens)} tokens are too many: under 2**31 are supported"
             )
@@ -102,12 +102,12 @@ def digest_streams(*streams: np.ndarray) -> str:
     hasher = hashlib.sha256()
     for stream in streams:
         hasher.update(f"{stream.dtype.name} {len(stream)} ".encode())
-        starts = range(0, len(stream), _PIECE)
+        starts = range(0, len(stream), _PIECE_BYTES)
         if len(stream) > _DIGESTED_WHOLE:
-            spaced = np.linspace(0, len(stream) - _PIECE, _NUM_PIECES)
+            spaced = np.linspace(0, len(stream) - _PIECE_BYTES, _NUM_PIECES)
             starts = [int(start) for start in spaced]
         for start in starts:
-            piece = stream[start : start + _PIECE]
+            piece = stream[start : start + _PIECE_BYTES]
             hasher.update(piece.astype(piece.dtype.newbyteorder("<")).tobytes())
     return hasher.hexdigest()
 
@@ -193,7 +193,7 @@ def draw_windows(
         offset = jax.random.randint(offset_key, (), 0, num_tokens, jnp.int32)
         if aligned:
             offset = offset // seq_len * seq_len
-        rounds = jax.random.bits(order_key, (_NUM_ROUNDS, 2), jnp.uint32)
+        rounds = jax.random.bits(order_key, (_SHUFFLE_ROUNDS, 2), jnp.uint32)
         place = _shuffled(window.astype(jnp.uint32), rounds, num_windows)
         return place * jnp.uint32(seq_len) + offset.astype(jnp.uint32)
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from jaxkv import validation
 from jaxkv.text import NUM_BYTES
 
-END = NUM_BYTES
+END_TOKEN = NUM_BYTES
 """Last byte token: ends a document, and is the only token that is no byte."""
 VOCAB_SIZE = NUM_BYTES + 1
 """Vocabulary size of byte tokens."""

@@ -17,14 +17,14 @@ from jaxkv import files
 from jaxkv.text import (
     END_ID,
     END_TEXT,
-    VERSION,
+    TOKENIZERS_VERSION,
     ByteTokenizer,
     Tokenizer,
     encode_texts,
     train_tokenizer,
 )
 from scaling.corpora import streams, texts
-from scaling.corpora.texts import END, CorpusConfig, Document, TextSplit
+from scaling.corpora.texts import END_TOKEN, CorpusConfig, Document, TextSplit
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "jaxkv").expanduser()
 """Default cache folder of byte pairs."""
@@ -41,7 +41,7 @@ def open_text_corpus(
     split = texts.load_documents(config)
     if config.tokenizer == "bytes":
         both = (encode_documents(split.train), encode_documents(split.held_out))
-        end = END
+        end = END_TOKEN
     else:
         _, *both = _byte_pairs(split, config.vocab_size, cache or CACHE)
         end = END_ID
@@ -70,8 +70,8 @@ def corpus_tokenizer(
 
 
 def encode_documents(documents: Iterable[Document]) -> UInt16[np.ndarray, " tokens"]:
-    """Concatenates the documents' bytes, each document followed by `END`."""
-    end = np.array([END], np.uint16)
+    """Concatenates the documents' bytes, each document followed by `END_TOKEN`."""
+    end = np.array([END_TOKEN], np.uint16)
     parts = []
     for document in documents:
         parts += [np.frombuffer(document.text, np.uint8).astype(np.uint16), end]
@@ -86,7 +86,7 @@ def _byte_pairs(
     Returns:
       The tokenizer, and the streams of both sides.
     """
-    key = hashlib.sha256(f"1 {VERSION} {vocab_size}".encode())
+    key = hashlib.sha256(f"1 {TOKENIZERS_VERSION} {vocab_size}".encode())
     for side in split:
         key.update(f" {len(side)} ".encode())
         for document in side:

@@ -6,7 +6,7 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from scaling.costs.activations import StoredTensor, per_token, stored_tensors
-    from scaling.costs.devices import BYTES, Device, Precision, find_device
+    from scaling.costs.devices import BYTES_PER_NUMBER, Device, Precision, find_device
     from scaling.costs.exchanges import Traffic
     from scaling.costs.flops import (
         Attention,

@@ -11,7 +11,12 @@ from typing import Literal, NamedTuple
 
 type Precision = Literal["float32", "bfloat16", "float8"]
 
-BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+BYTES_PER_NUMBER: Mapping[str, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+}
 """Bytes of one number."""
 
 
@@ -67,7 +72,7 @@ class Device(NamedTuple):
         return self.rate(precision) / self.bandwidth
 
 
-_SIZES = """
+_DEVICE_TABLE = """
 v100         32   900    125    0      15.7  150
 t4           16   320    65     0      8.1   16
 a10          24   600    125    0      31.2  32
@@ -150,7 +155,7 @@ def _device(name: str, *sizes: str) -> Device:
 
 
 DEVICES: Mapping[str, Device] = {
-    line.split()[0]: _device(*line.split()) for line in _SIZES.split("\n")[1:-1]
+    line.split()[0]: _device(*line.split()) for line in _DEVICE_TABLE.split("\n")[1:-1]
 }
 """Known devices by name."""
 

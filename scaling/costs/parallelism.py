@@ -102,7 +102,7 @@ class Layout:
         return self.ring * self.ulysses
 
 
-_SHORT = {
+_AXIS_NAMES = {
     "tp": "tensor",
     "sp": "sequence",
     "pp": "pipeline",
@@ -130,9 +130,9 @@ def parse_layout(text: str, *, zero: int = 0) -> Layout:
     degrees: dict[str, Any] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = word.partition("=")
-        name = _SHORT.get(key, key)
+        name = _AXIS_NAMES.get(key, key)
         if name not in names:
-            choices = ", ".join(sorted({*_SHORT, *names}))
+            choices = ", ".join(sorted({*_AXIS_NAMES, *names}))
             raise ValueError(
                 f"unknown parallelism {key!r} in {text!r}; one of: {choices}"
             )

@@ -17,7 +17,7 @@ from scaling.costs.devices import Device, Precision
 from scaling.costs.flops import Attention, forward_terms, total_flops
 from scaling.shapes import ModelShape
 
-NUMBER_BYTES = "[0.01, 100]"
+NUMBER_BYTES_RANGE = "[0.01, 100]"
 """Interval of the bytes of a weight or of a number of K or V."""
 
 
@@ -61,7 +61,7 @@ class Roofline(NamedTuple):
     bound: Literal["compute", "memory"]
 
 
-@validation.checks_numbers(kv_bytes=NUMBER_BYTES)
+@validation.checks_numbers(kv_bytes=NUMBER_BYTES_RANGE)
 def kv_bytes_per_token(model: ModelShape, *, kv_bytes: int | float = 2) -> int | float:
     """Returns the bytes of keys and values of one token in all layers.
 
@@ -75,7 +75,7 @@ def kv_bytes_per_token(model: ModelShape, *, kv_bytes: int | float = 2) -> int |
     return model.num_layers * model.attention.cached_numbers * kv_bytes
 
 
-@validation.checks_numbers(tokens=(0, 2**63), kv_bytes=NUMBER_BYTES)
+@validation.checks_numbers(tokens=(0, 2**63), kv_bytes=NUMBER_BYTES_RANGE)
 def sequence_kv_bytes(
     model: ModelShape, tokens: int, *, kv_bytes: int | float = 2
 ) -> int | float:
@@ -115,8 +115,8 @@ def weight_bytes_read(
 @validation.checks_numbers(
     batch=validation.SIZES,
     context=validation.SIZES,
-    weight_bytes=NUMBER_BYTES,
-    kv_bytes=NUMBER_BYTES,
+    weight_bytes=NUMBER_BYTES_RANGE,
+    kv_bytes=NUMBER_BYTES_RANGE,
 )
 def decode_work(
     model: ModelShape,
@@ -149,8 +149,8 @@ def decode_work(
     batch=validation.SIZES,
     prompt=validation.SIZES,
     past=(0, 2**63),
-    weight_bytes=NUMBER_BYTES,
-    kv_bytes=NUMBER_BYTES,
+    weight_bytes=NUMBER_BYTES_RANGE,
+    kv_bytes=NUMBER_BYTES_RANGE,
 )
 def prefill_work(
     model: ModelShape,
@@ -231,8 +231,8 @@ def find_compute_bound_size(
 
 @validation.checks_numbers(
     context=validation.SIZES,
-    weight_bytes=NUMBER_BYTES,
-    kv_bytes=NUMBER_BYTES,
+    weight_bytes=NUMBER_BYTES_RANGE,
+    kv_bytes=NUMBER_BYTES_RANGE,
     memory_share="(0, 1]",
 )
 def max_batch(

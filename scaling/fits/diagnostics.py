@@ -20,9 +20,9 @@ _FREE = 1e-8
 """Share of the largest scaled curvature below which a direction is flat."""
 _ILL = 1e6
 """Condition number from which combinations of coefficients are flat."""
-_SAME = 1e-4
+_SAME_MINIMUM = 1e-4
 """Difference of log predictions below which two optima count as one."""
-_FEW = 3
+_FEW_POINTS_PER_COEFFICIENT = 3
 """Points for each coefficient below which there are few."""
 _COLLINEAR = 0.15
 """Spread of one input, given another, over its whole spread."""
@@ -32,7 +32,7 @@ _SMALL_FLOOR = 0.15
 """Floor over the smallest target, below which the floor may be zero."""
 _WIDE_RATIO = 5.0
 """Ratio of the ends of an exponent's interval."""
-_ENOUGH = 2**16
+_MAX_CURVE_ROWS = 2**16
 """Rows that are enough to detect a curve in the residuals."""
 _WIDE_SHARE = 0.4
 """Width of the interval of an exponent of the optimum, which is in (0, 1)."""
@@ -67,7 +67,7 @@ def compare_starts(problem: FitProblem, ends: Solution) -> StartSummary:
         law = problem.law
         logs = problem.runs.logs
         for value in laws.values(law, ends.coordinates[order], logs):
-            if all(np.abs(value - other).max() > _SAME for other in minima):
+            if all(np.abs(value - other).max() > _SAME_MINIMUM for other in minima):
                 minima.append(value)
     return StartSummary(best, statuses, max(1, len(minima)))
 
@@ -123,7 +123,7 @@ def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
     n = result.num_points
     k = int(problem.free.sum())
     messages = []
-    if n < _FEW * k:
+    if n < _FEW_POINTS_PER_COEFFICIENT * k:
         messages.append(f"{n} points are few for {k} coefficients: intervals are rough")
     if names := rising_inputs(problem):
         return [
@@ -246,7 +246,7 @@ def _misfit(problem: FitProblem, result: FitResult) -> list[str]:
             f"the law misses one run in ten by more than {p90:.1%}, the worst by "
             f"{worst:.0%}: kinds of runs that do not belong together, or another law"
         )
-    few = runs.thinned(_ENOUGH)
+    few = runs.thinned(_MAX_CURVE_ROWS)
     slopes = laws.slopes(law, result.coordinates, few.logs)
     value = laws.values(law, result.coordinates[None], few.logs)[0]
     num_runs = np.unique(few.cluster).size

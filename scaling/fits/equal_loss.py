@@ -11,7 +11,7 @@ from scaling.fits.result import FitResult
 from scaling.laws import compute_optimum
 
 _GRID = 2001
-_BEYOND = 10.0
+_COMPUTE_MARGIN = 10.0
 """Factor of compute beyond the runs to which resampled curves are extrapolated."""
 
 
@@ -73,7 +73,9 @@ def compare(
     needed = []
     for result, span in fits:
         # Log compute at which each curve reaches each loss.
-        compute = np.geomspace(span[0] / _BEYOND, span[1] * _BEYOND, _GRID)
+        compute = np.geomspace(
+            span[0] / _COMPUTE_MARGIN, span[1] * _COMPUTE_MARGIN, _GRID
+        )
         rows = []
         for curve in _losses(result, compute):
             falling = np.log(np.minimum.accumulate(curve)[::-1])

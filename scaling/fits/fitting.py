@@ -144,7 +144,7 @@ def fit(
     if starts:
         first = np.concatenate([first, _coordinates(law, starts, runs)])
     first = restrictions.to_restricted(law, form, first, runs.centre)
-    few = problem._replace(runs=runs.thinned(levenberg_marquardt.MANY_ROWS))
+    few = problem._replace(runs=runs.thinned(levenberg_marquardt.MAX_EXACT_ROWS))
     ends = levenberg_marquardt.solve_weightings(few, _repeat(few, len(first)), first)
     start_summary = diagnostics.compare_starts(few, ends)
     best, objective = _polish(problem, ends.coordinates[start_summary.best])
@@ -194,7 +194,7 @@ def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
 @validation.checks_numbers(num_rows=0)
 def describe_thinning(num_rows: int) -> str:
     """Describes the steps that use a part of `num_rows` rows; "" if none does."""
-    max_rows = levenberg_marquardt.MANY_ROWS
+    max_rows = levenberg_marquardt.MAX_EXACT_ROWS
     if num_rows <= max_rows:
         return ""
     return (
@@ -215,7 +215,7 @@ def _resample(
     rng = np.random.default_rng(seed)
     runs = problem.runs
     report = progress or (lambda done: None)
-    if runs.num_points > levenberg_marquardt.MANY_ROWS:
+    if runs.num_points > levenberg_marquardt.MAX_EXACT_ROWS:
         samples = intervals.draw_normal(problem, best, num_resamples, rng)
         report(num_resamples)
         return samples
@@ -234,8 +234,8 @@ _NEARLY_COLLINEAR = 0.3
 drawn from the whole box."""
 _BETTER = 1e-8
 """Relative decrease of the objective by which such a start is better."""
-_NUM_DRAWN = 256
-_NUM_KEPT = 32
+_NUM_WIDE_STARTS = 256
+_NUM_CONTINUED = 32
 _MAX_ROUNDS = 6
 _MAX_DRAWN_ROWS = 512
 
@@ -250,12 +250,14 @@ def _search_widely(problem: FitProblem) -> Solution:
     few = problem._replace(runs=problem.runs.thinned(_MAX_DRAWN_ROWS))
     low, high = few.box
     rng = np.random.default_rng(0)
-    starts = rng.uniform(low, high, (_NUM_DRAWN, low.size))
-    ends = levenberg_marquardt.solve_weightings(few, _repeat(few, _NUM_DRAWN), starts)
-    ends = Solution(*(x[np.argsort(ends.objective)[:_NUM_KEPT]] for x in ends))
+    starts = rng.uniform(low, high, (_NUM_WIDE_STARTS, low.size))
+    ends = levenberg_marquardt.solve_weightings(
+        few, _repeat(few, _NUM_WIDE_STARTS), starts
+    )
+    ends = Solution(*(x[np.argsort(ends.objective)[:_NUM_CONTINUED]] for x in ends))
     for _ in range(_MAX_ROUNDS):  # of 300 steps each
         before = ends.objective.min()
-        weights = _repeat(few, _NUM_KEPT)
+        weights = _repeat(few, _NUM_CONTINUED)
         again = levenberg_marquardt.solve_weightings(
             few, weights, ends.coordinates, tolerance=1e-16
         )
@@ -272,7 +274,7 @@ def _repeat(problem: FitProblem, num_problems: int) -> np.ndarray:
 def _polish(problem: FitProblem, start: np.ndarray) -> tuple[np.ndarray, float]:
     """Continues until the objective stops falling; more loosely for many rows."""
     weights = problem.runs.weights[None]
-    is_long = problem.runs.num_points > levenberg_marquardt.MANY_ROWS
+    is_long = problem.runs.num_points > levenberg_marquardt.MAX_EXACT_ROWS
     end = levenberg_marquardt.solve_weightings(
         problem, weights, start[None], tolerance=1e-16 if is_long else 1e-30
     )

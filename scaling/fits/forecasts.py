@@ -24,7 +24,7 @@ from scaling.laws import Law
 
 _SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Shares of the runs, by compute, that are fitted."""
-_LEAST = 2
+_MIN_POINTS_PER_COEFFICIENT = 2
 """Fewest fitted runs for each coefficient."""
 
 
@@ -53,11 +53,11 @@ def measure_forecasts(
       compute; zeros for few runs.
     """
     law = problem.law
-    runs = problem.runs.thinned(levenberg_marquardt.MANY_ROWS)
+    runs = problem.runs.thinned(levenberg_marquardt.MAX_EXACT_ROWS)
     compute = log_compute(law, runs.logs)
     is_fitted = compute <= np.quantile(compute, _SHARES)[:, None]
     num_fitted = is_fitted.sum(1)
-    is_enough = num_fitted >= _LEAST * problem.free.sum()
+    is_enough = num_fitted >= _MIN_POINTS_PER_COEFFICIENT * problem.free.sum()
     is_fitted = is_fitted[is_enough & (num_fitted < runs.num_points)]
     if not len(is_fitted):
         return 0.0, 0.0

@@ -13,7 +13,7 @@ from jaxkv import validation
 
 # Thresholds: of sound surfaces (the experiment `fit_coverage`) of 32 and 240 runs with
 # normal or heavy-tailed noise, fewer than one in a hundred exceeds them.
-_LARGE = 0.05
+_LARGE_RESIDUAL = 0.05
 """Log residual exceeded by one run in ten that counts as large."""
 _LARGE_SHARE = 0.1
 """The same as a share of the spread of the runs' losses; the larger limit applies."""
@@ -54,7 +54,7 @@ def is_far(residuals: Float[np.ndarray, " n"], target: Float[np.ndarray, " n"]) 
     """
     low, high = np.quantile(target, (0.05, 0.95))
     return measure_goodness(residuals).p90 > max(
-        _LARGE, _LARGE_SHARE * float(high - low)
+        _LARGE_RESIDUAL, _LARGE_SHARE * float(high - low)
     )
 
 

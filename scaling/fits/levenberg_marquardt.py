@@ -22,16 +22,16 @@ Report = Callable[[float], None]
 DELTA = 1e-3
 LAST_DELTA = 1e-8
 """Delta at which Huber's loss equals the absolute value times delta, up to rounding."""
-_PIECE = 1024
+_ROWS_PER_PIECE = 1024
 _LEAST_PIECE = 64
 """Problems of one call: one compiled program, with progress reports in between."""
 _MAX_WEIGHTS = 2**24
 """Weights of one call: with more points, a call has fewer problems."""
-MANY_ROWS = 4096
+MAX_EXACT_ROWS = 4096
 """Number of rows above which problems are solved one after another, to limit memory.
 Starts are then compared on so many rows, and intervals are not resampled
 (`intervals.draw_normal`)."""
-_POINTS = 16
+_POINTS_PER_UNIT = 16
 """Points are padded to a multiple of it, so that similar sizes share a program; small
 numbers of points to twice that."""
 
@@ -115,10 +115,10 @@ def solve_weightings(
     Returns:
       The solutions, on the host, in float64.
     """
-    size = _PIECE
+    size = _ROWS_PER_PIECE
     while size > _LEAST_PIECE and size * problem.runs.num_points > _MAX_WEIGHTS:
         size //= 2
-    if problem.runs.num_points > MANY_ROWS:
+    if problem.runs.num_points > MAX_EXACT_ROWS:
         size = 1
     parts = []
     done = 0
@@ -146,7 +146,11 @@ def _solve_piece(
     """Solves at most `size` problems, padded to `size`."""
     runs = problem.runs
     count = len(starts)
-    unit = _POINTS if runs.num_points > 8 * _POINTS else 2 * _POINTS
+    unit = (
+        _POINTS_PER_UNIT
+        if runs.num_points > 8 * _POINTS_PER_UNIT
+        else 2 * _POINTS_PER_UNIT
+    )
     room = -runs.num_points % unit
     logs = np.pad(runs.logs, ((0, 0), (0, room)))
     target = np.pad(runs.target, (0, room), constant_values=runs.level)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from jaxkv import validation
 from scaling.laws import Law
 
-SAME = 1e-3
+MIN_SPREAD = 1e-3
 """Relative variation below which an input counts as constant."""
 
 
@@ -90,8 +90,8 @@ def make_observations(
             f"{n} points are too few for the {k} coefficients of {law.name}"
         )
     for name, column in zip(law.inputs, columns, strict=False):
-        if np.ptp(column) < SAME * column.min():
-            near = f", to within {SAME:.1%}" if np.ptp(column) else ""
+        if np.ptp(column) < MIN_SPREAD * column.min():
+            near = f", to within {MIN_SPREAD:.1%}" if np.ptp(column) else ""
             raise ValueError(
                 f"{name} is the same in all {n} rows{near}: nothing to fit"
             )

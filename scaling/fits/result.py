@@ -164,7 +164,7 @@ def from_json(document: Any) -> FitResult:
             raise ValueError(f"its schema must be {SCHEMA}")
         fields = FitResult._field_defaults | fields
         fields = {name: fields[name] for name in FitResult._fields}
-        for name, (is_so, what) in _KINDS.items():
+        for name, (is_so, what) in _FIELD_KINDS.items():
             if not is_so(fields[name]):
                 raise ValueError(f"its {name} must be {what}")
         for name, choices in (("loss", Loss), ("space", Space)):
@@ -228,7 +228,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_NUMBERS = (
+_NUMBER_FIELDS = (
     "objective",
     "condition_number",
     "delta",
@@ -236,7 +236,7 @@ _NUMBERS = (
     "distinct_minima",
     "num_points",
 )
-_KINDS = {
+_FIELD_KINDS = {
     **dict.fromkeys(("law", "status", "loss", "space"), (_is_text, "text")),
     **dict.fromkeys(
         ("inputs", "statuses", "bounds_hit", "warnings"),
@@ -245,7 +245,7 @@ _KINDS = {
             "a list of texts",
         ),
     ),
-    **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
+    **dict.fromkeys(_NUMBER_FIELDS, (_is_number, "a number")),
     **dict.fromkeys(
         ("coefficients", "exponents", "fixed"),
         (

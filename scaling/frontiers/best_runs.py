@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from jaxkv import validation
 
-NUM_POINTS = 40
+NUM_CURVE_POINTS = 40
 """Points of every curve."""
 MIN_POINTS = 4
 """Least number of frontier points: one more than the curve's coefficients."""
@@ -180,8 +180,8 @@ def resample_fits(
 def evaluate_fit(fit: FrontierFit | None) -> FrontierCurve:
     """Evaluates a fit over its range of compute; NaN without a fit."""
     if fit is None:
-        return FrontierCurve(*np.full((2, NUM_POINTS), np.nan), np.array(np.nan))
-    flops = np.geomspace(fit.first, fit.last, NUM_POINTS)
+        return FrontierCurve(*np.full((2, NUM_CURVE_POINTS), np.nan), np.array(np.nan))
+    flops = np.geomspace(fit.first, fit.last, NUM_CURVE_POINTS)
     return FrontierCurve(flops, fit.loss(flops), np.array(fit.residual))
 
 
@@ -206,10 +206,10 @@ def compare_best_runs(
       names: names of both for a reason.
     """
     reason = _refusal((first, second), names)
-    nothing = np.full(NUM_POINTS, np.nan)
+    nothing = np.full(NUM_CURVE_POINTS, np.nan)
     if reason or first is None or second is None:
         return ComputeRatio(nothing, nothing, nothing, nothing, np.array(reason))
-    losses = np.linspace(*_overlap(first, second), NUM_POINTS)
+    losses = np.linspace(*_overlap(first, second), NUM_CURVE_POINTS)
     with np.errstate(invalid="ignore"):
         ratios = [
             nothing if a is None or b is None else b.flops(losses) / a.flops(losses)

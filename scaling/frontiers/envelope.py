@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from scaling.frontiers.frontier import EDGE, FEW, FINE, Find, Minima
+from scaling.frontiers.frontier import EDGE, FINE, TOO_FEW_SIZES, Find, Minima
 from scaling.frontiers.groups import MIN_SIZES, merge_sizes
 
 NUM_BUDGETS = 500
@@ -109,7 +109,7 @@ def find_envelope(curves: TrainingCurves) -> Find:
     budgets = np.arange(loss.shape[1])
 
     def find(weights: np.ndarray) -> Minima:
-        minima = Minima.nowhere(len(weights), loss.shape[1], FEW)
+        minima = Minima.nowhere(len(weights), loss.shape[1], TOO_FEW_SIZES)
         for i, weight in enumerate(weights):
             usable = ranked_there & (weight[order] > 0)
             first = np.argmax(usable, 0)
@@ -118,7 +118,7 @@ def find_envelope(curves: TrainingCurves) -> Find:
             smaller = (usable & (ranked_size < its_size)).any(0)
             larger = (usable & (ranked_size > its_size)).any(0)
             good = smaller & larger
-            none = np.where(usable.any(0), EDGE, FEW)
+            none = np.where(usable.any(0), EDGE, TOO_FEW_SIZES)
             minima.reason[i] = np.where(good, FINE, none)
             at = best[good], budgets[good]
             minima.num_params[i, good] = curves.num_params[best[good]]

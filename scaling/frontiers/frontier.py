@@ -18,22 +18,22 @@ from jaxtyping import Float, Int
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 
-FINE, FEW, EDGE, DOWNWARD, OUTSIDE, DEEP = range(6)
+FINE, TOO_FEW_SIZES, EDGE, DOWNWARD, OUTSIDE, DEEP = range(6)
 """Outcomes of the search for a minimum."""
 
-REASONS = {
+MINIMUM_REASONS = {
     FINE: "",
-    FEW: "fewer than three sizes",
+    TOO_FEW_SIZES: "fewer than three sizes",
     EDGE: "the lowest loss is at the edge of the sizes that were run",
     DOWNWARD: "the parabola opens downward",
     OUTSIDE: "the minimum is outside the range of the sizes",
     DEEP: "the minimum is far below the lowest run",
 }
 
-CHUNK = 128
+RESAMPLES_PER_CHUNK = 128
 """Resamples of one call."""
-NEAR = 0.05
-FAR = 0.25
+NEAR_MINIMUM = 0.05
+FAR_MINIMUM = 0.25
 """Difference of exponents that is never a contradiction, and that always is one."""
 MIN_SHARE = 0.9
 """Least share of resamples with a frontier; a smaller one gives a warning."""
@@ -46,7 +46,7 @@ class Minima(NamedTuple):
       num_params: N*, NaN without a minimum.
       num_tokens: D*, NaN without a minimum.
       loss: L*, NaN without a minimum.
-      reason: reason for no minimum, a key of `REASONS`.
+      reason: reason for no minimum, a key of `MINIMUM_REASONS`.
     """
 
     num_params: Float[np.ndarray, "resamples budgets"]
@@ -144,9 +144,9 @@ def bootstrap_frontier(
       warning gives the reason.
     """
     minima = find(np.ones((1, strata.size)))
-    laws = {name: _power(flops, getattr(minima, name)) for name in _LAWS}
+    laws = {name: _power(flops, getattr(minima, name)) for name in _LAW_COLUMNS}
     refused = [
-        f"{method}: no minimum at {c:.3g} FLOP: {REASONS[int(reason)]}"
+        f"{method}: no minimum at {c:.3g} FLOP: {MINIMUM_REASONS[int(reason)]}"
         for c, reason in zip(flops, minima.reason[0], strict=True)
         if reason != FINE
     ]
@@ -161,15 +161,15 @@ def bootstrap_frontier(
         warnings.append(f"{method}: fewer than two budgets have a minimum; no law")
         return Frontier(method, flops, minima, None, None, None, 0, tuple(warnings))
     draws = np.random.default_rng(seed)
-    slopes: dict[str, list[np.ndarray]] = {name: [] for name in _LAWS}
+    slopes: dict[str, list[np.ndarray]] = {name: [] for name in _LAW_COLUMNS}
     if resamples and not progress.stopped:
         update = progress.bar(method, resamples, "resamples")
-        for done in range(0, resamples, CHUNK):
+        for done in range(0, resamples, RESAMPLES_PER_CHUNK):
             if progress.stopped:
                 break
-            size = min(CHUNK, resamples - done)
+            size = min(RESAMPLES_PER_CHUNK, resamples - done)
             draw_minima = find(_draw(draws, size, strata))
-            for name in _LAWS:
+            for name in _LAW_COLUMNS:
                 slopes[name].append(_power(flops, getattr(draw_minima, name))[0])
             update(done + size)
     slope_draws = {
@@ -208,7 +208,7 @@ def bootstrap_frontier(
     )
 
 
-_LAWS = ("num_params", "num_tokens", "loss")
+_LAW_COLUMNS = ("num_params", "num_tokens", "loss")
 
 
 def _draw(
@@ -286,12 +286,14 @@ def are_contradictory(first: Frontier, second: Frontier) -> bool:
     several = first.exponents[:both] - second.exponents[:both]
     several = several[np.isfinite(several)]
     error = np.inf
-    if several.size >= _ENOUGH:  # a normal distribution's 90 % are 3.29 errors wide
+    if (
+        several.size >= _MIN_RESAMPLES
+    ):  # a normal distribution's 90 % are 3.29 errors wide
         error = float(np.diff(np.quantile(several, (0.05, 0.95)))[0]) / 3.29
-    return apart > FAR or (apart > NEAR and apart > 3 * error)
+    return apart > FAR_MINIMUM or (apart > NEAR_MINIMUM and apart > 3 * error)
 
 
-_ENOUGH = 20
+_MIN_RESAMPLES = 20
 """Number of resamples that suffices to estimate an error."""
 
 

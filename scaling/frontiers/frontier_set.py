@@ -14,7 +14,7 @@ from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from scaling.frontiers import envelope, isoflop
 from scaling.frontiers.frontier import (
-    CHUNK,
+    RESAMPLES_PER_CHUNK,
     Frontier,
     bootstrap_frontier,
     compare_exponents,
@@ -31,7 +31,7 @@ from scaling.logs import LETTERS, Log
 ENVELOPE = "envelope"
 PARABOLA = "parabola"
 CORRECTED = "parabola, corrected"
-ROBUST_RESAMPLES = 4 * CHUNK
+ROBUST_RESAMPLES = 4 * RESAMPLES_PER_CHUNK
 """Largest number of resamples of the robust projection, which takes several fits each;
 they are the first ones of the other methods."""
 MAX_GROUPED = 2048

@@ -247,7 +247,9 @@ def _find_by_group(groups: IsoflopGroups, minimum: _Minimum) -> Find:
     """Returns a finder that treats every group separately."""
 
     def find(weights: np.ndarray) -> Minima:
-        minima = Minima.nowhere(len(weights), len(groups.groups), frontier.FEW)
+        minima = Minima.nowhere(
+            len(weights), len(groups.groups), frontier.TOO_FEW_SIZES
+        )
         for i, group in enumerate(groups.groups):
             loss, weight = average_by_size(group, weights[:, group.places])
             rank = np.cumsum(weight > 0, 1)

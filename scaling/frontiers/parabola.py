@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 
 from jaxkv import validation
 
-_NUM_ROUNDS = 100
+_MAX_VERTEX_STEPS = 100
 """Largest number of fixed-point rounds in `correct_vertex`; each reduced the error at
 least tenfold on the tested surfaces."""
 
@@ -158,7 +158,7 @@ def correct_vertex(
     """
     minimum = place
     ones = np.ones((1, x.size))
-    for _ in range(_NUM_ROUNDS):
+    for _ in range(_MAX_VERTEX_STEPS):
         with np.errstate(over="ignore", invalid="ignore"):  # if it diverges
             curve = _along(x - minimum, alpha, beta)
             vertex = float(fit_parabola(x, curve[None], ones).place[0])

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-BOUNDS = (0.01, 3.0)
+EXPONENT_RANGE = (0.01, 3.0)
 """Bounds of both exponents."""
-_STARTS = tuple(itertools.product((0.1, 0.2, 0.35, 0.6, 1.0), repeat=2))
+_EXPONENT_STARTS = tuple(itertools.product((0.1, 0.2, 0.35, 0.6, 1.0), repeat=2))
 _NUM_STEPS = 60
-_NUM_ROUNDS = 30
+_MAX_REWEIGHTINGS = 30
 """Largest number of rounds of reweighting; each reduces the error several times."""
 _CUTOFF = 1.345
 """Spreads beyond which a residual counts linearly: 95 % of the efficiency of least
@@ -45,8 +45,8 @@ class Surface(NamedTuple):
     """Fitted surfaces, one for each set of weights.
 
     Attributes:
-      alpha: exponent of N, within `BOUNDS`.
-      beta: exponent of D, within `BOUNDS`.
+      alpha: exponent of N, within `EXPONENT_RANGE`.
+      beta: exponent of D, within `EXPONENT_RANGE`.
       log_a: logarithm of A; minus infinity if the term vanishes.
       log_b: logarithm of B; minus infinity if the term vanishes.
       floor: E, at least 0.
@@ -98,7 +98,7 @@ def fit_surface(
     d0 = float(points.log_d.mean())
     # A and B then have the size of their terms.
     centred = SurfacePoints(points.log_n - n0, points.log_d - d0, points.loss)
-    starts = _STARTS if start is None else (start,)
+    starts = _EXPONENT_STARTS if start is None else (start,)
     descents = [_descend(centred, weights, np.array(x), num_steps) for x in starts]
     best = np.argmin([descent[2] for descent in descents], 0)
     pick = np.arange(len(weights))
@@ -157,7 +157,7 @@ def _reweight(
     """Iterates reweighted least squares; returns the surface and its costs."""
     shrink = np.ones_like(weights)
     theta = np.tile(np.array(start, float), (len(weights), 1))
-    for _ in range(_NUM_ROUNDS):  # two steps suffice, since weights change again
+    for _ in range(_MAX_REWEIGHTINGS):  # two steps suffice, since weights change again
         surface = fit_surface(points, weights * shrink / points.loss**2, theta, 2)
         size = np.abs(np.expm1(surface.log_residuals(points)))
         shrink = np.minimum(1.0, delta / np.maximum(size, 1e-300))
@@ -208,7 +208,7 @@ def _descend(
         fallback = np.stack([g / a, h / d], 1) / 2
         fallback = np.where(fallback == fallback, fallback, 0)
         step = np.where(usable[:, None], step, fallback)
-        trial = np.clip(theta - step, *BOUNDS)
+        trial = np.clip(theta - step, *EXPONENT_RANGE)
         tried = _project(trial, points, root)
         better = tried[3] <= objective
         theta = np.where(better[:, None], trial, theta)

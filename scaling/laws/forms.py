@@ -19,7 +19,7 @@ _N = "num_params"
 _D = "num_tokens"
 _U = "num_unique_tokens"
 _DECADE = math.log(10)
-_KAPLAN = "Kaplan et al. 2020, arXiv:2001.08361"
+_KAPLAN_SOURCE = "Kaplan et al. 2020, arXiv:2001.08361"
 
 
 def _single(name: str, column: str, letter: str, equation: str) -> Law:
@@ -36,7 +36,7 @@ def _single(name: str, column: str, letter: str, equation: str) -> Law:
             positive_coordinate(f"{letter}c", -500.0, 500.0, 10.0),
             real_coordinate("alpha", 1e-3, 4.0, 0.1),
         ),
-        source=f"{_KAPLAN}, equation {equation}",
+        source=f"{_KAPLAN_SOURCE}, equation {equation}",
         log_loss=log_loss,
         shift=lambda x, centre: jnp.stack([x[0] - centre[0], x[1]]),
     )
@@ -62,7 +62,7 @@ KAPLAN = Law(
         exponent_coordinate("alpha_N", 0.05, 0.1, 0.3),
         exponent_coordinate("alpha_D", 0.05, 0.1, 0.3),
     ),
-    source=f"{_KAPLAN}, equation 1.5",
+    source=f"{_KAPLAN_SOURCE}, equation 1.5",
     log_loss=_kaplan,
     shift=lambda x, centre: jnp.stack([x[0] - centre[0], x[1] - centre[1], *x[2:]]),
     two_powers=lambda c: TwoPowers(

@@ -10,7 +10,7 @@ from scaling.laws.base import AMOUNTS, Amount
 
 Noise = Literal["normal", "student"]
 COEFFICIENTS = {"A": 420.0, "B": 1500.0, "E": 1.8, "alpha": 0.34, "beta": 0.36}
-NOISE = 0.005
+LOSS_NOISE = 0.005
 """Scale of the noise of the log loss, a factor on the standard distribution."""
 
 SOUND = "sound"
@@ -89,7 +89,7 @@ def simulate_runs(
         truth["A"] = 20.0
     size = len(params)
     deviates = rng.normal(size=size) if noise == "normal" else rng.standard_t(3, size)
-    error = NOISE * deviates
+    error = LOSS_NOISE * deviates
     if kind == "outliers":
         wild = rng.random(num) < 0.1
         error = error + wild * rng.uniform(0.05, 0.5, num)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from scaling.logs.columns import (
         FLOPS_PER_PARAM_AND_TOKEN,
         LETTERS,
-        SIZES,
+        SIZE_COLUMNS,
         LogColumns,
     )
     from scaling.logs.doubts import find_doubts

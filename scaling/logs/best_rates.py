@@ -9,9 +9,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 CELL = "cell"
-RATE = "learning_rate"
+RATE_COLUMN = "learning_rate"
 SEED = "seed"
-LOSS = "loss"
+LOSS_COLUMN = "loss"
 
 
 def _read(row: Mapping[str, Any], name: str, kind: type, place: int) -> Any:
@@ -43,7 +43,7 @@ def find_winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     for place, row in enumerate(rows):
         rates = cells.setdefault(_read(row, CELL, str, place), {})
         _read(row, SEED, int, place)
-        rates.setdefault(_read(row, RATE, float, place), []).append(place)
+        rates.setdefault(_read(row, RATE_COLUMN, float, place), []).append(place)
     winners = []
     for rates in cells.values():
         common = set.intersection(
@@ -54,7 +54,9 @@ def find_winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
             rate: float, rates: Mapping[float, list[int]] = rates, common: set = common
         ) -> float:
             indices = [i for i in rates[rate] if not common or rows[i][SEED] in common]
-            return math.fsum(float(rows[i][LOSS]) for i in indices) / len(indices)
+            return math.fsum(float(rows[i][LOSS_COLUMN]) for i in indices) / len(
+                indices
+            )
 
         winners += rates[min(sorted(rates), key=mean)]
     return sorted(winners)

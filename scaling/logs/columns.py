@@ -26,7 +26,7 @@ _COLUMN_OF_COUNT = {
     "active": "num_params_active",
 }
 
-SIZES = ("num_params", "num_tokens", "flops")
+SIZE_COLUMNS = ("num_params", "num_tokens", "flops")
 """Columns of sizes: two of them determine the third."""
 LETTERS = {"num_params": "N", "num_tokens": "D", "flops": "C", "loss": "L"}
 """The letter of each column in the papers."""
@@ -66,7 +66,15 @@ _UNIT_OF_NAME = re.compile(
     r"\s*[(\[][^)\]]*[)\]]\s*$|[\s_]+(k|m|b|bn|thousands?|millions?|billions?)$"
 )
 
-STEPS = ("step", "steps", "num_steps", "iteration", "iterations", "iter", "global_step")
+STEP_COLUMNS = (
+    "step",
+    "steps",
+    "num_steps",
+    "iteration",
+    "iterations",
+    "iter",
+    "global_step",
+)
 """Columns that order the rows of a run if neither tokens nor FLOPs do."""
 
 FIELDS = {
@@ -76,7 +84,7 @@ FIELDS = {
     "loss": "loss",
     "run": "run",
 }
-FLAGS = {meaning: f"--{field}" for meaning, field in FIELDS.items()}
+COLUMN_FLAGS = {meaning: f"--{field}" for meaning, field in FIELDS.items()}
 """Fields of `LogColumns` and flags of the command line, by meaning."""
 
 
@@ -148,17 +156,19 @@ def read_log_columns(
     notes = [*roles.notes]
     needs = [*needs]
     sources: dict[str, tuple[str, float | None]] = {}
-    for meaning in SIZES:
+    for meaning in SIZE_COLUMNS:
         unit = getattr(columns, f"{FIELDS[meaning]}_unit")
         if meaning in names:
             sources[meaning] = names[meaning], unit
         elif unit != 1:
-            flag = FLAGS[meaning]
+            flag = COLUMN_FLAGS[meaning]
             raise ValueError(f"{table.path}: {flag}-unit {unit:g}, but no {flag}")
     if "loss" in names:
         sources["loss"] = names["loss"], None
     _refuse_missing(table, roles, needs)
-    available = {*sources} | ({*SIZES} if len({*SIZES} & {*sources}) > 1 else set())
+    available = {*sources} | (
+        {*SIZE_COLUMNS} if len({*SIZE_COLUMNS} & {*sources}) > 1 else set()
+    )
     for need in needs:
         if need in available:
             continue
@@ -176,7 +186,7 @@ def read_log_columns(
                 "have the unit of D"
             )
     arrays = _numbers(table, sources)
-    if len({*SIZES} & {*arrays}) > 1:
+    if len({*SIZE_COLUMNS} & {*arrays}) > 1:
         notes[len(roles.notes) : 0] = _derive(arrays)
     if "loss" in arrays and (unit := columns.loss_unit) != 1:
         arrays["loss"] *= unit
@@ -218,7 +228,7 @@ def _refuse_missing(table: RawTable, roles: ColumnRoles, needs: list[str]) -> No
     """Checks that required columns exist; two of N, D and C give the third."""
     names = roles.names
     wanted = [x for x in LETTERS if x in needs] if needs else [*LETTERS]
-    sizes = [x for x in SIZES if x in names]
+    sizes = [x for x in SIZE_COLUMNS if x in names]
     missing = [x for x in wanted if x not in names]
     if "loss" in missing:
         loss_column(table, roles)
@@ -229,8 +239,10 @@ def _refuse_missing(table: RawTable, roles: ColumnRoles, needs: list[str]) -> No
     for meaning, rivals in roles.rivals.items():
         if meaning in missing:
             what = f"{LETTERS[meaning]} may be {' or '.join(rivals)}; {what}"
-    if len([x for x in wanted if x in SIZES]) == 1:
-        what = f"the law reads {LETTERS[missing[0]]} ({FLAGS[missing[0]]} COLUMN)"
+    if len([x for x in wanted if x in SIZE_COLUMNS]) == 1:
+        what = (
+            f"the law reads {LETTERS[missing[0]]} ({COLUMN_FLAGS[missing[0]]} COLUMN)"
+        )
     raise ValueError(
         f"{table.path}: {what}, and there is {message}; name columns with --n, "
         f"--d, --c; it has {', '.join(table.names)}"
@@ -264,7 +276,7 @@ def find_columns(table: RawTable, columns: LogColumns) -> ColumnRoles:
     message = {meaning: getattr(columns, field) for meaning, field in FIELDS.items()}
     for meaning in LETTERS:
         if name := columns.others.get(meaning):
-            flag = FLAGS[meaning]
+            flag = COLUMN_FLAGS[meaning]
             if message[meaning]:
                 line = (
                     f"{flag} {message[meaning]} and --columns {meaning}={name}; which?"
@@ -283,8 +295,8 @@ def find_columns(table: RawTable, columns: LogColumns) -> ColumnRoles:
         if name:
             if name not in every:
                 raise ValueError(
-                    f"{table.path}: {FLAGS[meaning]} {name}: no such column; there is "
-                    f"{', '.join(table.names)}"
+                    f"{table.path}: {COLUMN_FLAGS[meaning]} {name}: no such column; "
+                    f"there is {', '.join(table.names)}"
                 )
             names[meaning] = name
             continue

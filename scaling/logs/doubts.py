@@ -12,7 +12,14 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 from scaling.logs import rules
-from scaling.logs.columns import FIELDS, FLAGS, LETTERS, SIZES, LogColumns, parse
+from scaling.logs.columns import (
+    COLUMN_FLAGS,
+    FIELDS,
+    LETTERS,
+    SIZE_COLUMNS,
+    LogColumns,
+    parse,
+)
 from scaling.logs.log import NOT_COMPLETED, Log, normalize_name
 
 _GROUPS = re.compile(
@@ -20,21 +27,29 @@ _GROUPS = re.compile(
     r"|schedule|source|study|group|tokenizer"
 )
 """Names of columns that divide runs into groups with different laws."""
-_MARKS = re.compile(
+_OUTLIER_MARK = re.compile(
     r"outlier|exclud|discard|drop(?!out)|ignore|skip|invalid|diverged|failed|unstable"
     r"|crash"
 )
 """Names of columns that mark runs to exclude."""
 _COMPLETE = re.compile(r"(is_?|has_?)?(finished|completed?|converged|succe(ss|eded))")
 """Names of columns that mark runs to include."""
-_RATES = ("learning_rate", "lr", "max_lr", "peak_lr", "base_lr", "batch_size", "batch")
+_PER_STEP_COLUMNS = (
+    "learning_rate",
+    "lr",
+    "max_lr",
+    "peak_lr",
+    "base_lr",
+    "batch_size",
+    "batch",
+)
 _TRUE = {"1", "true", "yes", "y", "t", "1.0", "x"}
 _FALSE = {"0", "false", "no", "n", "f", "0.0"}
 _BITS = re.compile(
     r"(^|_|\b)(bits?|bpb|bpc|bpt|bpw)(_|\b|$)|bits_per|per_byte|per_char"
 )
 _PERPLEXITY = re.compile(r"perplexity|(^|_)ppl(_|$)")
-_LARGE = re.compile(
+_UNIT_SUFFIX = re.compile(
     r"(?P<M>(_|\(|\[|\b)m(\)|\]|$)|million)|(?P<B>(_|\(|\[|\b)b(\)|\]|$)|billion)"
 )
 """Parts of names that mean millions or billions."""
@@ -42,13 +57,13 @@ _UNITS = {"M": 1e6, "B": 1e9}
 
 _MOST_LOSS = 16.0
 """Largest plausible loss in nats per token: the log of a vocabulary of nine million."""
-_SIZES = {
+_SIZE_LIMITS = {
     "num_params": ("parameters", 1e3, 1e6),
     "num_tokens": ("tokens", 1e5, 1e9),
     "flops": ("FLOPs", 1e8, 1e18),
 }
 """Unit of the count, least plausible value of the largest run, and a usual unit."""
-_FAR = 30.0
+_MAX_FLOPS_RATIO = 30.0
 """Largest plausible ratio of C to 6 N D, or of 6 N D to C."""
 
 
@@ -104,7 +119,7 @@ def _groups(log: Log, name: str) -> Iterator[str]:
 
 def _marks(log: Log, name: str) -> Iterator[str]:
     marks = _TRUE
-    if not _MARKS.search(name.lower()):
+    if not _OUTLIER_MARK.search(name.lower()):
         if not _COMPLETE.fullmatch(name.strip().lower()):
             return
         marks = _FALSE
@@ -164,7 +179,7 @@ def _rates(log: Log, free: Sequence[str]) -> Iterator[str]:
     if not all(names):
         return
     sizes = [*zip(log.columns["num_params"], log.columns["num_tokens"], strict=True)]
-    for name in (x for x in _RATES if x in free):
+    for name in (x for x in _PER_STEP_COLUMNS if x in free):
         if len({*zip(sizes, _cells(log, name), strict=True)}) > len({*sizes}):
             yield (
                 f"{name} is not used, and differs in runs of one N and D: --best-of "
@@ -190,16 +205,16 @@ def _units(log: Log, columns: LogColumns) -> Iterator[str]:
             )
     sizes = [
         line
-        for meaning in SIZES
+        for meaning in SIZE_COLUMNS
         if meaning in log.roles
         for line in _size(log, meaning, getattr(columns, f"{FIELDS[meaning]}_unit"))
     ]
     if sizes:
         yield "; ".join(sizes)
-    if {*SIZES} <= log.roles.keys():
-        n, d, c = (log.columns[x] for x in SIZES)
+    if {*SIZE_COLUMNS} <= log.roles.keys():
+        n, d, c = (log.columns[x] for x in SIZE_COLUMNS)
         ratio = float(np.exp(np.log(c / (6 * n * d)).mean()))
-        if not 1 / _FAR <= ratio <= _FAR:
+        if not 1 / _MAX_FLOPS_RATIO <= ratio <= _MAX_FLOPS_RATIO:
             yield (
                 f"C is {ratio:.3g} times 6 N D: is one of them in another unit "
                 "(--n-unit, --d-unit, --c-unit)?"
@@ -210,8 +225,8 @@ def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
     """Warns of numbers that are too small, or not whole, for their meaning."""
     name = log.roles[meaning]
     values = log.columns[meaning]
-    what, threshold, usual = _SIZES[meaning]
-    match = _LARGE.search(name.lower())
+    what, threshold, usual = _SIZE_LIMITS[meaning]
+    match = _UNIT_SUFFIX.search(name.lower())
     is_named = bool(match) and unit == 1
     is_broken = unit == 1 and meaning != "flops" and bool((values % 1 > 0).any())
     is_small = values.max() < 1e6 and (is_named or is_broken)
@@ -220,7 +235,7 @@ def _size(log: Log, meaning: str, unit: float) -> Iterator[str]:
     by = _UNITS[match.lastgroup] if match and match.lastgroup else usual
     yield (
         f"{LETTERS[meaning]} ({name}) is {values.min():.4g} to {values.max():.4g}: "
-        f"{what}? {FLAGS[meaning]}-unit {by:g} if a 1 there means so many"
+        f"{what}? {COLUMN_FLAGS[meaning]}-unit {by:g} if a 1 there means so many"
     )
 
 

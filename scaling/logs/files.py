@@ -12,7 +12,7 @@ RUNS = "runs.jsonl"
 CURVES = "curves.jsonl"
 """File of a sweep's folder with a line for each report of a run; may be missing."""
 
-MAX_BYTES = 2**30
+MAX_FILE_BYTES = 2**30
 """Size limit of an unpacked log; a million rows with a kilobyte each."""
 
 
@@ -24,7 +24,7 @@ def read_log_table(path: Path) -> RawTable:
         with the file and the row.
     """
     try:
-        table = read_table(path, max_bytes=MAX_BYTES)
+        table = read_table(path, max_bytes=MAX_FILE_BYTES)
     except RaggedError as error:
         raise ValueError(f"{path}: {error}") from None
     if not table.rows:
@@ -35,5 +35,5 @@ def read_log_table(path: Path) -> RawTable:
 
 
 def read_log_text(path: Path) -> str:
-    """Reads text of at most `MAX_BYTES`; errors as `tables.read_decompressed_text`."""
-    return read_decompressed_text(path, max_bytes=MAX_BYTES)
+    """Reads text of at most `MAX_FILE_BYTES`; see `tables.read_decompressed_text`."""
+    return read_decompressed_text(path, max_bytes=MAX_FILE_BYTES)

@@ -30,7 +30,7 @@ from scaling.logs import best_rates, files, rules
 from scaling.logs import columns as logs_columns
 from scaling.logs.columns import (
     LETTERS,
-    STEPS,
+    STEP_COLUMNS,
     ColumnRoles,
     LogColumns,
     find_columns,
@@ -228,7 +228,7 @@ def read_log(
         doubtful=table.doubtful,
     )
     log = log._replace(notes=log.notes + _twins(log, is_sweep))
-    if is_sweep and {best_rates.CELL, best_rates.RATE} <= {*table.names}:
+    if is_sweep and {best_rates.CELL, best_rates.RATE_COLUMN} <= {*table.names}:
         best = best_rates.find_winners([row.cells for row in log.raw])
         if num_left := len(log.raw) - len(best):
             words = "left out: not the best learning rate of size and tokens"
@@ -246,7 +246,7 @@ def _last(
 ) -> RawTable:
     """Keeps the last of the rows that agree in some columns."""
     size_columns = [roles.names.get(x) for x in ("num_tokens", "flops")]
-    orders = [x for x in (*size_columns, *STEPS) if x in table.names]
+    orders = [x for x in (*size_columns, *STEP_COLUMNS) if x in table.names]
     if not orders:
         raise ValueError(
             f"{table.path}: --last-of {','.join(names)}: which row is last? It needs D "

@@ -19,19 +19,19 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-MAX_LENGTH = 2_000
+MAX_RULE_LENGTH = 2_000
 """Largest length of a rule; it bounds the nesting."""
 
 Test = Callable[[Mapping[str, Any]], bool]
 _Value = Callable[[Mapping[str, Any]], Any]
 
-_TOKEN = re.compile(
+_TOKEN_PATTERN = re.compile(
     r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[KMBGTkmbgt]?)"
     r"(?![\w.])"
     r"|(?P<text>'[^']*'|\"[^\"]*\")|(?P<quoted>`[^`]+`)|(?P<name>[^\W\d][\w.]*)"
     r"|(?P<mark><=|>=|==|!=|<|>|\(|\)))"
 )
-_ORDERS = {
+_ORDER_OPERATORS = {
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
@@ -49,7 +49,7 @@ def parse_rule(rule: str, names: Collection[str]) -> Test:
     """Parses a rule.
 
     Args:
-      rule: a rule as above, not empty, at most `MAX_LENGTH` characters.
+      rule: a rule as above, not empty, at most `MAX_RULE_LENGTH` characters.
       names: columns that the rule may use.
 
     Returns:
@@ -59,8 +59,8 @@ def parse_rule(rule: str, names: Collection[str]) -> Test:
     Raises:
       ValueError: the rule is invalid, or uses another column; one line with the place.
     """
-    if len(rule) > MAX_LENGTH:
-        raise ValueError(f"rule of {len(rule)} characters; at most {MAX_LENGTH}")
+    if len(rule) > MAX_RULE_LENGTH:
+        raise ValueError(f"rule of {len(rule)} characters; at most {MAX_RULE_LENGTH}")
     reader = _Reader(rule, names)
     try:
         test = reader.either()
@@ -79,7 +79,7 @@ class _Reader:
         self._tokens: list[_Token] = []
         start = 0
         while rule[start:].strip():
-            match = _TOKEN.match(rule, start)
+            match = _TOKEN_PATTERN.match(rule, start)
             if match is None:
                 raise self._error("cannot read", rule[start:].strip())
             kind = str(match.lastgroup)
@@ -123,11 +123,11 @@ class _Reader:
                 return lambda row: not 0 < (_number(left(row)) or 0.0) < math.inf
             raise self._error("needs missing or invalid before", self._here())
         token = self._peek()
-        if token is None or token.text not in {*_ORDERS, "==", "!="}:
+        if token is None or token.text not in {*_ORDER_OPERATORS, "==", "!="}:
             raise self._error("needs a comparison such as <= before", self._here())
         self._next += 1
         right_text, right = self._value()
-        order = _ORDERS.get(token.text)
+        order = _ORDER_OPERATORS.get(token.text)
         is_equal = token.text == "=="
 
         def test(row: Mapping[str, Any]) -> bool:
@@ -148,7 +148,7 @@ class _Reader:
 
     def _value(self) -> tuple[str, _Value]:
         token = self._peek()
-        if token is None or token.kind == "mark" or token.text in _WORDS:
+        if token is None or token.kind == "mark" or token.text in _KEYWORDS:
             raise self._error("needs a column or a value before", self._here())
         self._next += 1
         if token.kind == "number":
@@ -182,18 +182,18 @@ class _Reader:
         return ValueError(f"rule {self._rule!r}: {what} {where}")
 
 
-_WORDS = {"and", "or", "not"}
+_KEYWORDS = {"and", "or", "not"}
 
 
 def quote_column(name: str) -> str:
     """Returns a column's name in the syntax of rules."""
-    is_plain = re.fullmatch(r"[^\W\d][\w.]*", name) and name not in _WORDS
+    is_plain = re.fullmatch(r"[^\W\d][\w.]*", name) and name not in _KEYWORDS
     return name if is_plain else f"`{name}`"
 
 
 def mentions(rule: str, name: str) -> bool:
     """Returns True if a rule, or several separated by spaces, names a column."""
-    tokens = _TOKEN.finditer(rule)
+    tokens = _TOKEN_PATTERN.finditer(rule)
     return any(
         (token["name"] or (token["quoted"] or "")[1:-1]) == name for token in tokens
     )
@@ -204,7 +204,7 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, bool) else parse_number(value, 1.0)
 
 
-_SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+_SUFFIX_SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def parse_number(cell: Any, unit: float | None) -> float | None:
@@ -222,5 +222,5 @@ def parse_number(cell: Any, unit: float | None) -> float | None:
     except ValueError:
         return None
     if match and match[2]:
-        return value * _SCALES[match[2].upper()] if unit == 1 else None
+        return value * _SUFFIX_SCALES[match[2].upper()] if unit == 1 else None
     return value * (unit or 1.0)

@@ -26,8 +26,8 @@ type Count = Literal["total", "non-embedding", "matmul", "active"]
 """Parameters that N counts, see `parameters.ParameterCounts`."""
 
 _KV_HEADS = 8
-_MOST = 2**31
-_OFF = 0.05
+_MAX_VOCABULARY = 2**31
+_SIZE_TOLERANCE = 0.05
 """Largest relative distance of a number of parameters from the grid."""
 
 
@@ -46,7 +46,7 @@ class DesignFamily:
 
     def __post_init__(self):
         """Validates the sizes."""
-        validation.within(self, "vocab_size", "sequence", low=1, high=_MOST)
+        validation.within(self, "vocab_size", "sequence", low=1, high=_MAX_VOCABULARY)
 
 
 class Design(NamedTuple):
@@ -102,7 +102,7 @@ class WidthRange(NamedTuple):
     layers: int
     mlp: int
     aspects: tuple[float, float]
-    max_vocab_size: int = _MOST
+    max_vocab_size: int = _MAX_VOCABULARY
 
 
 RANGES = (
@@ -139,7 +139,11 @@ def nearest_design(family: DesignFamily, num_params: float) -> Design:
     grid = make_grid(family)
     min_params = int(grid.num_params.min())
     most = int(grid.num_params.max())
-    if not (1 - _OFF) * min_params <= num_params <= (1 + _OFF) * most:
+    if (
+        not (1 - _SIZE_TOLERANCE) * min_params
+        <= num_params
+        <= (1 + _SIZE_TOLERANCE) * most
+    ):
         side = "small" if num_params < min_params else "large"
         end, most = ("smallest", min_params) if side == "small" else ("largest", most)
         raise ValueError(
@@ -170,7 +174,7 @@ def max_vocab_size(family: DesignFamily, num_params: float) -> int | None:
         )
         if one == two:
             return None
-        max_vocab = 1 + int((num_params / (1 - _OFF) - one) // (two - one))
+        max_vocab = 1 + int((num_params / (1 - _SIZE_TOLERANCE) - one) // (two - one))
         vocab_sizes.append(min(max_vocab, bounds.max_vocab_size))
     return max(vocab_sizes)
 

@@ -11,7 +11,7 @@ from scaling.plan.case import PlanCase, make_loss_model
 
 _MAX_RESAMPLES = 200
 """Number of resamples if each needs a search."""
-_NEVER = 2000.0
+_HUGE_LOG_BUDGET = 2000.0
 """Log budget that is larger than any real one."""
 
 
@@ -73,7 +73,7 @@ def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
                 try:
                     needed.append([math.log(changed.needed())])
                 except ValueError:  # no budget reaches the loss
-                    needed.append([_NEVER])
+                    needed.append([_HUGE_LOG_BUDGET])
             optima.append(
                 [math.log(allocation.num_params), math.log(allocation.num_tokens)]
             )
@@ -94,7 +94,7 @@ def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
         log_low, log_high = (float(end[0]) for end in interval([case.flops], needed))
         flops = (
             math.exp(log_low),
-            math.inf if log_high > _NEVER / 2 else math.exp(log_high),
+            math.inf if log_high > _HUGE_LOG_BUDGET / 2 else math.exp(log_high),
         )
     return OptimumSpread(
         params=(float(low[0]), float(high[0])),

@@ -33,7 +33,7 @@ MAX_LAYERS = 100_000
 """Larger than in any model; layers are listed one by one."""
 
 # Fields that affect a count; the last three become fields of `MixtureShape`.
-_COUNTED = {
+_COUNTED_FIELDS = {
     *(
         field_names(ModelShape)
         + field_names(HeadAttention)
@@ -75,7 +75,7 @@ def describe_huggingface(raw: Mapping[str, Any], *, name: str = "") -> ModelShap
     family = FAMILIES[kind]
     raw = without_aliases(family, raw)
     refuse_other_values(family, raw)
-    keys = {key: x for key, x in family.keys.items() if x.fields[0] in _COUNTED}
+    keys = {key: x for key, x in family.keys.items() if x.fields[0] in _COUNTED_FIELDS}
     counted = family._replace(
         keys=keys, implied={"max_positions": family.default_positions, **family.implied}
     )

@@ -20,18 +20,18 @@ def _rows(common: dict[str, Any], keys: str, rows: Mapping[str, tuple[Any, ...]]
     }
 
 
-_LLAMA = (
+_LLAMA_KEYS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
     "intermediate_size vocab_size max_position_embeddings"
 )
-_GPT = "n_embd n_layer n_head"
+_GPT_KEYS = "n_embd n_layer n_head"
 
 CONFIGS: dict[str, dict[str, Any]] = {
     # Touvron et al. 2023, arXiv:2302.13971, table 2; 2307.09288; Grattafiori et al.
     # 2024, arXiv:2407.21783, table 3.
     **_rows(
         {"model_type": "llama"},
-        _LLAMA,
+        _LLAMA_KEYS,
         {
             "llama-7b": (4096, 32, 32, 32, 11008, 32000, 2048),
             "llama-13b": (5120, 40, 40, 40, 13824, 32000, 2048),
@@ -49,7 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # Roziere et al. 2023, arXiv:2308.12950; the checkpoints' config.json.
     **_rows(
         {"model_type": "llama"},
-        _LLAMA,
+        _LLAMA_KEYS,
         {
             "codellama-7b": (4096, 32, 32, 32, 11008, 32016, 16384),
             "codellama-13b": (5120, 40, 40, 40, 13824, 32016, 16384),
@@ -64,7 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     **_rows(
         {"model_type": "llama", "tie_word_embeddings": True},
-        _LLAMA,
+        _LLAMA_KEYS,
         {
             "llama-3.2-1b": (2048, 16, 32, 8, 8192, 128256, 131072),
             "llama-3.2-3b": (3072, 28, 24, 8, 8192, 128256, 131072),
@@ -74,13 +74,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # Jiang et al. 2023, arXiv:2310.06825, table 1; 2024, arXiv:2401.04088, table 1.
     **_rows(
         {"model_type": "mistral", "sliding_window": 4096},
-        _LLAMA,
+        _LLAMA_KEYS,
         {"mistral-7b": (4096, 32, 32, 8, 14336, 32000, 32768)},
     ),
     # The checkpoints' config.json: later versions have no window.
     **_rows(
         {"model_type": "mistral", "sliding_window": None, "head_dim": 128},
-        _LLAMA,
+        _LLAMA_KEYS,
         {
             "mistral-7b-v0.2": (4096, 32, 32, 8, 14336, 32000, 32768),
             "mistral-7b-v0.3": (4096, 32, 32, 8, 14336, 32768, 32768),
@@ -95,7 +95,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_experts_per_tok": 2,
             "sliding_window": None,
         },
-        _LLAMA,
+        _LLAMA_KEYS,
         {
             "mixtral-8x7b": (4096, 32, 32, 8, 14336, 32000, 32768),
             "mixtral-8x22b": (6144, 56, 48, 8, 16384, 32000, 65536),
@@ -105,7 +105,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # and 2025, arXiv:2505.09388; the checkpoints' config.json.
     **_rows(
         {"model_type": "qwen2"},
-        f"{_LLAMA} tie_word_embeddings",
+        f"{_LLAMA_KEYS} tie_word_embeddings",
         {
             "qwen2-0.5b": (896, 24, 14, 2, 4864, 151936, 131072, True),
             "qwen2-7b": (3584, 28, 28, 4, 18944, 152064, 131072, False),
@@ -121,7 +121,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     **_rows(
         {"model_type": "qwen3", "head_dim": 128},
-        f"{_LLAMA} tie_word_embeddings",
+        f"{_LLAMA_KEYS} tie_word_embeddings",
         {
             "qwen3-0.6b": (1024, 28, 16, 8, 3072, 151936, 40960, True),
             "qwen3-1.7b": (2048, 28, 16, 8, 6144, 151936, 40960, True),
@@ -138,7 +138,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_experts": 128,
             "num_experts_per_tok": 8,
         },
-        f"{_LLAMA} moe_intermediate_size",
+        f"{_LLAMA_KEYS} moe_intermediate_size",
         {
             "qwen3-30b-a3b": (2048, 48, 32, 4, 6144, 151936, 40960, 768),
             "qwen3-235b-a22b": (4096, 94, 64, 4, 12288, 151936, 40960, 1536),
@@ -147,7 +147,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # Gemma Team 2024, arXiv:2403.08295, table 1; arXiv:2408.00118, table 1.
     **_rows(
         {"model_type": "gemma", "head_dim": 256},
-        _LLAMA,
+        _LLAMA_KEYS,
         {
             "gemma-2b": (2048, 18, 8, 1, 16384, 256000, 8192),
             "gemma-7b": (3072, 28, 16, 16, 24576, 256000, 8192),
@@ -155,7 +155,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     **_rows(
         {"model_type": "gemma2", "head_dim": 256, "sliding_window": 4096},
-        _LLAMA,
+        _LLAMA_KEYS,
         {
             "gemma-2-2b": (2304, 26, 8, 4, 9216, 256000, 8192),
             "gemma-2-9b": (3584, 42, 16, 8, 14336, 256000, 8192),
@@ -163,19 +163,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     **_rows(
         {"model_type": "gemma2", "head_dim": 128, "sliding_window": 4096},
-        _LLAMA,
+        _LLAMA_KEYS,
         {"gemma-2-27b": (4608, 46, 32, 16, 36864, 256000, 8192)},
     ),
     # Radford et al. 2019, table 2; Brown et al. 2020, arXiv:2005.14165, table 2.1, in
     # which the 13B model's width is printed 5140, not its 40 heads of 128.
     **_rows(
         {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024},
-        _GPT,
+        _GPT_KEYS,
         {"gpt2": (768, 12, 12), "gpt2-xl": (1600, 48, 25)},
     ),
     **_rows(
         {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 2048},
-        _GPT,
+        _GPT_KEYS,
         {
             "gpt3-125m": (768, 12, 12),
             "gpt3-760m": (1536, 24, 16),
@@ -248,7 +248,7 @@ def describe(name: str) -> ModelShape:
 
 _VARIANT = re.compile(r"-(hf|chat|instruct|base|it|bf16|\d{4})(?=-|$)")
 """Parts of a checkpoint's name that do not change the shape."""
-_VERSION = re.compile(r"-v\d+(\.\d+)?$")
+_VERSION_SUFFIX = re.compile(r"-v\d+(\.\d+)?$")
 
 
 def describe_checkpoint(name: str) -> ModelShape:
@@ -268,4 +268,4 @@ def describe_checkpoint(name: str) -> ModelShape:
         return huggingface.load_shape(Path(name))
     key = name.strip().lower().rpartition("/")[2].removeprefix("meta-")
     key = _VARIANT.sub("", key)
-    return describe(key if key in CONFIGS else _VERSION.sub("", key))
+    return describe(key if key in CONFIGS else _VERSION_SUFFIX.sub("", key))

@@ -28,7 +28,7 @@ from scaling.sweeps.grid import Cell, RunGroup, SweepConfig
 from scaling.sweeps.paused import load_paused, save_paused
 from scaling.training import StreamScore, TrainConfig, score_stream
 
-_PATIENCE_S = 2.0
+_EXIT_TIMEOUT_S = 2.0
 """Duration of the trial of each mode, in seconds."""
 _CONNECT_S = 10.0
 
@@ -86,10 +86,10 @@ def choose_mode(
     runs = [grid.train_config(config, cell, lane) for lane in group.lanes]
     tokens = config.batch_size * config.seq_len
     loop = branching.measure_speed(
-        runs[:1], corpus, is_vmapped=False, patience_s=_PATIENCE_S
+        runs[:1], corpus, is_vmapped=False, patience_s=_EXIT_TIMEOUT_S
     )
     vmap = branching.measure_speed(
-        runs, corpus, is_vmapped=True, patience_s=_PATIENCE_S
+        runs, corpus, is_vmapped=True, patience_s=_EXIT_TIMEOUT_S
     )
     width = group.model.hidden_size
     return ExecutionMode(

@@ -21,7 +21,7 @@ from jaxkv import files
 from jaxkv.files import WriterLock
 from scaling.logs import CURVES, RUNS
 
-HEADER = "sweep.json"
+SWEEP_FILE = "sweep.json"
 
 RECORD = {
     "run_id": "digest of all settings that determine the record",
@@ -64,7 +64,7 @@ def shared_shape(folder: Path) -> dict[str, int | bool]:
       those that differ between models, and empty without a header of a sweep.
     """
     try:
-        config = json.loads((folder / HEADER).read_text("utf-8"))["config"]
+        config = json.loads((folder / SWEEP_FILE).read_text("utf-8"))["config"]
         choices = {"sequence": {config["seq_len"]}}
         for name in ("vocab_size", "tie_embeddings"):
             choices[name] = {model.get(name) for model in config["models"]}
@@ -118,7 +118,7 @@ class SweepFolder:
         Raises:
           ValueError: the file was not written by `write_header`.
         """
-        path = self.path / HEADER
+        path = self.path / SWEEP_FILE
         if not path.exists():
             return {}
         header = files.read_json(path)
@@ -136,7 +136,7 @@ class SweepFolder:
     def write_header(self, header: dict[str, Any]) -> None:
         """Replaces sweep.json in one write."""
         text = json.dumps(header, indent=2, default=str)
-        files.write_atomically(self.path / HEADER, text + "\n")
+        files.write_atomically(self.path / SWEEP_FILE, text + "\n")
 
     def add(self, record: dict[str, Any], curve: Iterable[dict[str, Any]]) -> None:
         """Appends a completed run, unless the folder has it.

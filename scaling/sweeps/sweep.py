@@ -37,7 +37,7 @@ _COMMON = (
     "num_eval_windows",
 )
 
-MODELS = "models"
+MODELS_FOLDER = "models"
 """Subfolder of a sweep with the trained models."""
 PAUSED = "paused"
 """Subfolder of a sweep with the state of stopped runs."""
@@ -143,7 +143,7 @@ def run_sweep(
 
 def run_model_folder(out: Path, run_id: str) -> Path:
     """Returns the folder of a run's model in a sweep's folder."""
-    return Path(out) / MODELS / run_id
+    return Path(out) / MODELS_FOLDER / run_id
 
 
 def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from jaxkv.parallel import (
 from scaling.costs import Layout, check_layout
 from scaling.shapes import describe_config
 
-DATA = "data"
+DATA_AXIS = "data"
 PIPELINE = "pipeline"
 """Mesh axes that divide a batch, and the layers."""
 
@@ -88,14 +88,14 @@ def make_training_mesh(layout: Layout) -> Mesh:
       ValueError: there are fewer devices than the layout needs.
     """
     axes = {
-        DATA: layout.data // layout.expert,
+        DATA_AXIS: layout.data // layout.expert,
         EXPERT: layout.expert,
         PIPELINE: layout.pipeline,
         RING: layout.ring,
         ULYSSES: layout.ulysses,
         TENSOR: layout.tensor,
     }
-    axes = {name: size for name, size in axes.items() if size > 1} or {DATA: 1}
+    axes = {name: size for name, size in axes.items() if size > 1} or {DATA_AXIS: 1}
     if layout.num_devices > (num_devices := len(jax.devices())):
         raise ValueError(
             f"{layout} asks for {layout.num_devices} devices, {num_devices} are there"
@@ -112,7 +112,7 @@ def make_training_mesh(layout: Layout) -> Mesh:
 def batch_axes(layout: Layout) -> tuple[str, ...]:
     """Returns the axes whose devices have different tokens, those of a batch first."""
     degrees = {
-        DATA: layout.data // layout.expert,
+        DATA_AXIS: layout.data // layout.expert,
         EXPERT: layout.expert,
         RING: layout.ring,
         ULYSSES: layout.ulysses,

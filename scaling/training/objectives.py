@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv import validation
 from jaxkv.models import TENSOR, ModelConfig, Params, own_words
-from scaling.corpora import END, Document, count_bytes, encode_documents
+from scaling.corpora import END_TOKEN, Document, count_bytes, encode_documents
 from scaling.costs import Layout
 from scaling.training import architectures, transformer_rows
 
@@ -285,22 +285,22 @@ def cut_windows(
 ]:
     """Cuts each document into windows that predict every byte and its end once.
 
-    A document's first byte is predicted from `END`, the first of a later window from
-    the one token before it; so the context of windows is shorter than the whole text.
+    A document's first byte is predicted from `END_TOKEN`, the first of a later window
+    from the token before it; so contexts are shorter than the whole text.
 
     Returns:
-      The windows, padded with `END`, and the mask of predictions that count.
+      The windows, padded with `END_TOKEN`, and the mask of predictions that count.
     """
     windows = []
     counts = []
     for document in documents:
         text = encode_documents([document]).astype(np.int32)
-        text = np.concatenate([[np.int32(END)], text])
+        text = np.concatenate([[np.int32(END_TOKEN)], text])
         num = len(text) - 1
         for start in range(0, num, seq_len):
             window = text[start : start + seq_len + 1]
             width = seq_len + 1 - len(window)
-            windows.append(np.pad(window, (0, width), constant_values=END))
+            windows.append(np.pad(window, (0, width), constant_values=END_TOKEN))
             counts.append(np.arange(start, start + seq_len) < num)
     return np.stack(windows), np.stack(counts)
 

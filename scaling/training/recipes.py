@@ -96,7 +96,7 @@ class StepConfig:
         )
 
 
-PLAIN = StepConfig()
+PLAIN_STEP = StepConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class TrainConfig:
     """`stable`: warm-up, constant, cool-down; `cosine`: half a cosine after warm-up."""
     final_share: float = 0.0
     """Share of the peak at which the schedule ends."""
-    how: StepConfig = PLAIN
+    how: StepConfig = PLAIN_STEP
     """Settings of the computation of a step."""
     seed: int = 0
     """Seed of the initial parameters and of the order of the corpus."""

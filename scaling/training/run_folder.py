@@ -21,7 +21,7 @@ from jaxkv.files import WriterLock
 from scaling.costs import Layout
 
 CURVE = "curve.jsonl"
-RUN = "run.json"
+RUN_FILE = "run.json"
 """Files of a checkpoint in addition to its arrays: the curve up to its step; and the
 first step of the run with the layouts of its steps."""
 
@@ -30,7 +30,7 @@ TOLERANCE = 2e-3
 number of processes, which changes rounding. Training amplifies it, near divergence to
 5e-2; `jaxkv/parallel/README.md` has measurements."""
 
-_NUM_KEPT = 2
+_NUM_CHECKPOINTS = 2
 
 
 class RunFolder:
@@ -72,7 +72,7 @@ class RunFolder:
 
     def prune(self) -> None:
         """Deletes all checkpoints but the last two."""
-        for step in self._steps()[_NUM_KEPT:]:
+        for step in self._steps()[_NUM_CHECKPOINTS:]:
             _remove(self.checkpoint(step))
 
     def newest_checkpoint(self, resume: Literal["last", "previous"]) -> Path | None:
@@ -128,7 +128,7 @@ class RunFolder:
         text = ""
         first_step = step
         if last is not None:
-            run = files.read_json(last / RUN)
+            run = files.read_json(last / RUN_FILE)
             text = files.read_text(last / CURVE)
             first_step = run["first_step"]
             self._divided = run["divided"]
@@ -150,7 +150,7 @@ class RunFolder:
     def texts(self) -> dict[str, str]:
         """Returns the files of a checkpoint in addition to its arrays."""
         run = {"first_step": self.first_step, "divided": self._divided}
-        return {RUN: json.dumps(run), CURVE: "".join(self._lines)}
+        return {RUN_FILE: json.dumps(run), CURVE: "".join(self._lines)}
 
     def report(self, line: dict[str, Any]) -> None:
         """Appends a line to the curve.

@@ -26,7 +26,7 @@ from scaling.training import (
     parallel,
 )
 from scaling.training.recipes import (
-    PLAIN,
+    PLAIN_STEP,
     LearningRateSchedule,
     OptimizerConfig,
     StepConfig,
@@ -77,7 +77,7 @@ def compiled_steps(
     optimizer: OptimizerConfig,
     batch_size: int,
     seq_len: int,
-    how: StepConfig = PLAIN,
+    how: StepConfig = PLAIN_STEP,
     objective: objectives.Objective = objectives.NEXT_TOKEN,
 ) -> Any:
     """Returns the compiled program of training steps, cached by its arguments.

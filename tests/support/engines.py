@@ -13,7 +13,7 @@ import numpy as np
 from jaxkv import clock, engine, models, scheduling
 from jaxkv.engine import (
     CANCELLED,
-    REASONS,
+    FINISH_REASONS,
     DrainedSequences,
     EngineConfig,
     EngineState,
@@ -23,7 +23,7 @@ from jaxkv.engine import (
     StepInfo,
     init,
 )
-from jaxkv.engine.state import FULL, NOT_A_NUMBER, NOT_ENDED, STOPPED
+from jaxkv.engine.state import LENGTH_REACHED, NOT_A_NUMBER, NOT_ENDED, STOPPED
 from jaxkv.ledger import NO_SEQUENCE, SequenceEvents, SequenceProgress
 from jaxkv.memory import Eviction, count_prefix_faults
 from jaxkv.models import (
@@ -392,7 +392,7 @@ def outcomes_of(drained: DrainedSequences) -> dict[Name, Outcome]:
         name = name_of(int(s.request_id[row]), int(s.params.sample[row]))
         found[name] = Outcome(
             tokens=s.tokens[row, start:end].tolist(),
-            reason=str(REASONS[s.reason[row]]),
+            reason=str(FINISH_REASONS[s.reason[row]]),
             logprobs=s.logprobs[row, start:end],
             prompt_logprobs=s.logprobs[row, 1:start],
             top_ids=s.top_ids[row, start:end],
@@ -489,7 +489,7 @@ def _plain_loop(weights, requests: Requests, model: ModelConfig):
         place = jnp.where(goes_on, num_tokens, tokens.shape[1])
         tokens = tokens.at[rows, place].set(draw.token, mode="drop")
         num_tokens = num_tokens + goes_on.astype(jnp.int32)
-        ends = jnp.where(num_tokens == requests.limit, FULL, NOT_ENDED)
+        ends = jnp.where(num_tokens == requests.limit, LENGTH_REACHED, NOT_ENDED)
         stops = jnp.any(draw.token[:, None] == requests.stop_tokens, axis=1)
         ends = jnp.where(stops, STOPPED, ends)
         ends = jnp.where(draw.invalid, NOT_A_NUMBER, ends)
@@ -522,7 +522,7 @@ def plain(
         tokens, num, reason = map(np.asarray, _plain_loop(weights, requests, model))
         for row, name in enumerate(names_of(batch)):
             answer = tokens[row, requests.prompt_length[row] : num[row]].tolist()
-            answers[name] = answer, REASONS[reason[row]]
+            answers[name] = answer, FINISH_REASONS[reason[row]]
     return answers
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxkv.plotting import SYSTEMS
+from jaxkv.plotting import SYSTEM_STYLES
 
 LEAST_POINTS = 9.0
 WIDTH_INCHES = 6.8
@@ -65,7 +65,7 @@ def looks(figure: Any) -> Iterator[tuple[str, tuple[float, ...]]]:
         handles = legend.legend_handles if legend else []
         texts = legend.get_texts() if legend else []
         for handle, text in zip(handles, texts, strict=True):
-            if text.get_text() in SYSTEMS:
+            if text.get_text() in SYSTEM_STYLES:
                 is_line = hasattr(handle, "get_color")
                 color = handle.get_color() if is_line else handle.get_facecolor()
                 yield text.get_text(), to_rgb(color)

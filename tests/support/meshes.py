@@ -121,8 +121,8 @@ def divided(
     mapped = layout.map_over_mesh(
         run,
         mesh,
-        (layout.specs_on(params, mesh), specs, layout.WHOLE),
-        (layout.WHOLE, specs),
+        (layout.specs_on(params, mesh), specs, layout.REPLICATED),
+        (layout.REPLICATED, specs),
     )
     return jax.jit(mapped, donate_argnums=1), params, pages
 

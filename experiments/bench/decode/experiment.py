@@ -46,12 +46,12 @@ from pallas_kernels.bench import Ceilings, measure_ceilings
 from scaling.costs import kv_bytes_per_token
 from scaling.shapes import describe_config
 
-KINDS = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
-SCRIPT = Path(__file__).with_name("peer_script.py")
+PEER_CLASSES = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
+PEER_SCRIPT = Path(__file__).with_name("peer_script.py")
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
 READS = 4
 """Tokens per answer that are compared between engines; one for long prompts."""
-FEW = 1024
+MAX_PREFILL_TOKENS = 1024
 """Largest number of prompt tokens in a batch for which `READS` tokens are compared."""
 
 
@@ -197,7 +197,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             if config.peer_python:
                 save = save_model
                 save(folder, model.config, model.params, dtype="float32")
-            peers = {name: (SCRIPT, kind, folder) for name, kind in KINDS.items()}
+            peers = {
+                name: (PEER_SCRIPT, kind, folder) for name, kind in PEER_CLASSES.items()
+            }
             peer_engines, absent = peer_process.start_peers(
                 stack, PeerEngine, config.peer_python, peers, needed=True
             )
@@ -217,7 +219,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             rng = np.random.default_rng(0)
             prompts = rng.integers(0, model.config.vocab_size, case).tolist()
             num = math.prod(case)
-            reads = READS if num <= FEW else 1
+            reads = READS if num <= MAX_PREFILL_TOKENS else 1
             reads *= num <= config.prefill_tokens
             return engine.measure(prompts, config.output_tokens, turn_s, reads)
 
@@ -258,7 +260,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return rows
 
 
-metrics = functools.partial(split_details, names=tables.NAMES, details=DETAILS)
+metrics = functools.partial(split_details, names=tables.KEY_COLUMNS, details=DETAILS)
 
 
 def _length(config: Config, context: int) -> int:

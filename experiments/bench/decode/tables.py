@@ -29,10 +29,10 @@ from jaxkv.report import (
     format_rate,
 )
 
-NAMES = ("implementation", "batch", "prompt_tokens")
-RATIOS = {"decode": "ratio", "prefill": "prefill_ratio"}
+KEY_COLUMNS = ("implementation", "batch", "prompt_tokens")
+RATIO_COLUMNS = {"decode": "ratio", "prefill": "prefill_ratio"}
 """Keys of the ratios to the best peer, by phase."""
-PARTS = {
+TIMELINE_PARTS = {
     "products_s": ("products, norms, KV writes", SKY),
     "attention_s": ("attention", ORANGE),
     "sampling_s": ("scheduling, sampling", GREEN),
@@ -67,9 +67,9 @@ class DecodeRates(ResultTable):
     )
 
 
-OWN = ("batch", "prompt_tokens", "decode_tokens_per_s", "prefill_tokens_per_s")
-OWN += ("first_token_s", "step_s", "fraction", "occupancy", "host_share")
-OWN += ("compile_s", "peak_bytes")
+REPORTED = ("batch", "prompt_tokens", "decode_tokens_per_s", "prefill_tokens_per_s")
+REPORTED += ("first_token_s", "step_s", "fraction", "occupancy", "host_share")
+REPORTED += ("compile_s", "peak_bytes")
 LACKING = ("occupancy", "first_token_s", "fraction")
 
 
@@ -86,7 +86,9 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     for ax, kind in ((decode, "decode"), (prefill, "prefill")):
         _draw_rates(ax, kind, result, names)
         engine_ratios = [
-            x[RATIOS[kind]] for x in jaxkv_rows if x[RATIOS[kind]] is not None
+            x[RATIO_COLUMNS[kind]]
+            for x in jaxkv_rows
+            if x[RATIO_COLUMNS[kind]] is not None
         ]
         if engine_ratios:
             low = min(engine_ratios)
@@ -132,7 +134,7 @@ def _name_cases(ax: Any, cases: list[str]) -> None:
 def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
     cases = [_label(x) for x in jaxkv_rows]
     faster = []
-    looks = zip(RATIOS.items(), ((BLUE, "o"), (SKY, "s")), strict=True)
+    looks = zip(RATIO_COLUMNS.items(), ((BLUE, "o"), (SKY, "s")), strict=True)
     for (kind, key), (color, marker) in looks:
         indexed_rows = [(i, x) for i, x in enumerate(jaxkv_rows) if x[key] is not None]
         values = [x[key] for _, x in indexed_rows]
@@ -154,7 +156,7 @@ def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
 def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
     bottom = np.zeros(len(jaxkv_rows))
     for hatch, (key, (name, color)) in zip(
-        ("", "//", ".."), PARTS.items(), strict=True
+        ("", "//", ".."), TIMELINE_PARTS.items(), strict=True
     ):
         shares = [100 * max(0.0, x[key]) / x["step_s"] for x in jaxkv_rows]
         look = {"color": plotting.colors()[color], "hatch": hatch, "edgecolor": "white"}
@@ -178,7 +180,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     note = "Host share: share of time in which the device waits between two calls."
     jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
     parts: list[ReportPart] = [
-        rate_table.where(implementation="jaxkv").sheet("jaxkv", *OWN, note=note)
+        rate_table.where(implementation="jaxkv").sheet("jaxkv", *REPORTED, note=note)
     ]
     if part_rows := [x for x in jaxkv_rows if "products_s" in x]:
         lines = [
@@ -186,17 +188,22 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
                 f"{x['batch']:,}",
                 f"{x['prompt_tokens']:,}",
                 f"{1e3 * x['step_s']:.1f}",
-                *(format_percent(x[key] / x["step_s"]) for key in PARTS),
+                *(format_percent(x[key] / x["step_s"]) for key in TIMELINE_PARTS),
             ]
             for x in part_rows
         ]
-        heads = ["sequences", "context", "step, ms", *(x for x, _ in PARTS.values())]
+        heads = [
+            "sequences",
+            "context",
+            "step, ms",
+            *(x for x, _ in TIMELINE_PARTS.values()),
+        ]
         parts.append(Sheet("parts of a decode step", heads, lines))
     names = rate_table.distinct("implementation")
     if not names[1:]:
         return parts
     heads = ["sequences", "context", *names, "jaxkv / best peer", "range"]
-    for kind, key in RATIOS.items():
+    for kind, key in RATIO_COLUMNS.items():
         lines = []
         for selected in jaxkv_rows:
             case = selected["batch"], selected["prompt_tokens"]
@@ -213,6 +220,6 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
             lines.append([*sizes, *rates, f"{selected[key]:.2f}", span])
         parts.append(Sheet(f"{kind}, tokens per second", heads, lines))
     absent = result[0]["absent"]
-    shown = (*NAMES, "version", "spread", "same_answers")
+    shown = (*KEY_COLUMNS, "version", "spread", "same_answers")
     note = f"Not timed: {absent}." if absent else ""
     return [*parts, rate_table.sheet("engines", *shown, note=note)]

@@ -18,7 +18,7 @@ from experiments.bench.decode.jaxkv_engine import JaxkvEngine
 from experiments.harness import RANDOM_SHAPES, make_benchmark_config
 from jaxkv.models import LoadedModel, init_params
 
-NAMES = ("layers-2", "layers-8")
+MODEL_NAMES = ("layers-2", "layers-8")
 NUM_LISTED = 12
 """Number of kernels in the result, those with the longest total time."""
 GRAPHS = ("cuGraphLaunch", "cudaGraphLaunch")

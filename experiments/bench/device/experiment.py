@@ -26,7 +26,7 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.report import OUT, ReportPart, Sheet
 from pallas_kernels.bench import SETS
 
-FILE = "pieces.jsonl"
+PARTS_FILE = "pieces.jsonl"
 """File in the folder with the recorded pieces, one per line."""
 MAX_TRIES = 2
 """Largest number of attempts for a piece without a result."""
@@ -42,7 +42,7 @@ ends."""
 now_s = time.monotonic
 """Clock; tests replace it."""
 
-PARTS = {
+BENCH_PARTS = {
     "correctness": (0.25, 20.0, 99),
     "kernels": (0.3, 60.0, 8),
     "timeline": (0.15, 60.0, 2),
@@ -75,7 +75,7 @@ class Config:
         """
         validation.above(self, "max_s")
         for name in self.only:
-            validation.choice("only", name, tuple(PARTS))
+            validation.choice("only", name, tuple(BENCH_PARTS))
 
 
 CONFIGS = {"gpu": Config(), "smoke": Config(size="tiny", only=("correctness",))}
@@ -89,7 +89,7 @@ def pieces_by_part(size: str) -> dict[str, Sequence[str]]:
     return {
         "correctness": checks.check_names(size),
         "kernels": [x.name for x in sorted(shapes, key=lambda x: x not in quick)],
-        "timeline": timeline.NAMES,
+        "timeline": timeline.MODEL_NAMES,
         "decode": [f"batch-{x}" for x in ((1, 32, 128) if is_real else (1,))],
         "train": [f"width-{x}" for x in ((128, 256, 512, 1024) if is_real else (8,))],
         "isoflop": ["isoflop"],
@@ -107,11 +107,11 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     end_s = now_s() + total_s
     size = config.size
     names_of = pieces_by_part(config.size)
-    parts = [part for part in names_of if part in (config.only or PARTS)]
+    parts = [part for part in names_of if part in (config.only or BENCH_PARTS)]
     tried: set[tuple[str, str]] = set()
     with files.folder_or_temporary(config.folder) as folder:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE
+        path = folder / PARTS_FILE
         lines = files.read_text(path).splitlines() if path.exists() else []
         records = [files.parse_object(line, path) for line in lines]
         rows = {(x["part"], x["name"]): x for x in records}
@@ -128,9 +128,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         while not progress.stopped and (open_ := [x for x in parts if lacking(x)]):
             has_begun = False
             for place, part in enumerate(open_):
-                share, least_s, at_once = PARTS[part]
+                share, least_s, at_once = BENCH_PARTS[part]
                 least_s = least_s if size == "gpu" else LEAST_S
-                share /= sum(PARTS[x][0] for x in open_[place:])
+                share /= sum(BENCH_PARTS[x][0] for x in open_[place:])
                 part_end_s = now_s() + max((end_s - now_s()) * share, least_s)
                 while (names := lacking(part)[:at_once]) and not progress.stopped:
                     left_s = end_s - now_s()
@@ -219,7 +219,7 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tabulates pieces and seconds of each part, errors and failures."""
     lines = []
-    for name in PARTS:
+    for name in BENCH_PARTS:
         selected = [x for x in result if x["part"] == name]
         done = sum(x["found"] is not None for x in selected)
         lines.append([name, str(done), f"{sum(x['seconds'] for x in selected):.0f}"])
@@ -234,8 +234,8 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the number of recorded pieces by part."""
     done = [x["part"] for x in result if x["found"] is not None]
-    counts = [*map(done.count, PARTS)]
-    bars = ax.barh([*PARTS], counts, color=plotting.colors()[BLUE])
+    counts = [*map(done.count, BENCH_PARTS)]
+    bars = ax.barh([*BENCH_PARTS], counts, color=plotting.colors()[BLUE])
     ax.bar_label(bars, padding=3)
     ax.invert_yaxis()
     title = f"{len(done)} of {len(result)} pieces recorded"

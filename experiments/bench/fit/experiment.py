@@ -44,7 +44,7 @@ from scaling.fits import (
 from scaling.laws import CHINCHILLA, simulate_isoflop_runs
 
 JAXKV = "jaxkv"
-FIRST = "jaxkv, first call"
+FIRST_CALL = "jaxkv, first call"
 DETAILS = ("ratio", "resamples", "points", "above_1e-9")
 _REPEATS = 3
 DELTA = 1e-3
@@ -221,7 +221,7 @@ def _rows(
     }
     lowest = np.min([*objectives.values()], axis=0)
     done = {name: (name, seconds[name], num) for name in ends}
-    done = {JAXKV: done.pop(JAXKV), FIRST: (JAXKV, first_s, len(draws))} | done
+    done = {JAXKV: done.pop(JAXKV), FIRST_CALL: (JAXKV, first_s, len(draws))} | done
     rows = []
     for method, (name, taken_s, resamples) in done.items():
         excess = objectives[name] - lowest

@@ -39,9 +39,17 @@ from pallas_kernels.bench import (
     num_turns,
 )
 
-UNKNOWN = ("seconds", "error", "fraction", "ratio", "excess_s", "target_s", "call_s")
-UNKNOWN += ("plan_s", "plan_per_layer_s", "merge_s", "t0_s")
-UNKNOWN += ("spread", "num_kernels", "longest_s")
+UNKNOWN_COLUMNS = (
+    "seconds",
+    "error",
+    "fraction",
+    "ratio",
+    "excess_s",
+    "target_s",
+    "call_s",
+)
+UNKNOWN_COLUMNS += ("plan_s", "plan_per_layer_s", "merge_s", "t0_s")
+UNKNOWN_COLUMNS += ("spread", "num_kernels", "longest_s")
 """Fields of a row that are None before the measurement."""
 NUM_LAYERS = 32
 """Layers that share a plan, as in models of 7 or 8 billion parameters."""
@@ -257,6 +265,6 @@ def _row(spec: Spec | GroupedSpec, name: str, is_peer: bool) -> dict[str, Any]:
         "bytes": spec.bytes,
         "flops": spec.flops,
         "is_peer": is_peer,
-        **dict.fromkeys(UNKNOWN),
+        **dict.fromkeys(UNKNOWN_COLUMNS),
         **dict.fromkeys(("clock", "how", "note"), ""),
     }

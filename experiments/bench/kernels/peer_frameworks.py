@@ -10,16 +10,16 @@ from experiments.bench.peer_process import PeerProcess
 from experiments.harness import MAX_ERROR, Implementation, KernelRun
 from pallas_kernels.bench import AttentionProblem, Timing
 
-FOLDER = Path(__file__).with_name("peers")
+PEERS_FOLDER = Path(__file__).with_name("peers")
 PEERS = {
-    "torch SDPA": (FOLDER / "sdpa.py", "Sdpa"),
-    "torch cuDNN": (FOLDER / "sdpa.py", "CuDnn"),
-    "FlexAttention": (FOLDER / "flex.py", "Flex"),
-    "FlexAttention paged": (FOLDER / "flex.py", "FlexPaged"),
-    "FlashInfer": (FOLDER / "flashinfer_peer.py", "FlashInfer"),
+    "torch SDPA": (PEERS_FOLDER / "sdpa.py", "Sdpa"),
+    "torch cuDNN": (PEERS_FOLDER / "sdpa.py", "CuDnn"),
+    "FlexAttention": (PEERS_FOLDER / "flex.py", "Flex"),
+    "FlexAttention paged": (PEERS_FOLDER / "flex.py", "FlexPaged"),
+    "FlashInfer": (PEERS_FOLDER / "flashinfer_peer.py", "FlashInfer"),
 }
 """File and class of each peer, by name."""
-SHARE = 0.1
+PEER_MEMORY_SHARE = 0.1
 """Share of the total time for each peer: some compile for seconds per shape."""
 
 now_s = time.monotonic
@@ -101,4 +101,4 @@ def wrap_peer(peer: PeerProcess, budget: TimeBudget, num_calls: int) -> Implemen
             how=reply["how"],
         )
 
-    return Implementation(peer.name, True, prepare, SHARE)
+    return Implementation(peer.name, True, prepare, PEER_MEMORY_SHARE)

@@ -190,8 +190,8 @@ def _draw_floors(ax: Any, jaxkv_best: Fastest, peers: Fastest) -> None:
     ax.legend()
 
 
-HEADS = ("shape", "bytes", "jaxkv", "best peer", "best / jaxkv", "of the floor")
-HEADS += ("target",)
+TABLE_HEADS = ("shape", "bytes", "jaxkv", "best peer", "best / jaxkv", "of the floor")
+TABLE_HEADS += ("target",)
 
 
 def kernel_table(folder: Path) -> str:
@@ -226,7 +226,7 @@ def kernel_table(folder: Path) -> str:
     reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
     note = f"{'; '.join(provenance)}. Measured in the same run: {reached}. "
     note += CLOCKS[ceilings.clock]
-    return part_to_markdown(Sheet("", HEADS, lines, note))
+    return part_to_markdown(Sheet("", TABLE_HEADS, lines, note))
 
 
 def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:

@@ -50,8 +50,8 @@ from pallas_kernels.bench import (
     walk_thunks,
 )
 
-TARGET = "NVIDIA H200"
-PARTS = tuple("counts schedule apply_plan pack advance emit retire info".split())
+TARGET_DEVICE = "NVIDIA H200"
+STEP_PARTS = tuple("counts schedule apply_plan pack advance emit retire info".split())
 """Named scopes of a step, except the forward pass."""
 _GREEDY = {"decode": 1, "draw": 1}
 _SAMPLED = {**_GREEDY, "asked": 1, "sampled": 1, "cut": 1, "whole_mass": 1}
@@ -137,7 +137,7 @@ class Config:
         )
 
 
-_SMALL: dict[str, Any] = dict(
+_SMALL_MODEL: dict[str, Any] = dict(
     hidden_size=256,
     mlp_size=512,
     num_q_heads=8,
@@ -153,7 +153,7 @@ CONFIGS = {
     "real": Config(),
     "scanned": Config(scanned=True, num_layers=(2, 32)),
     "prefix_cache": Config(prefix_cache=True, num_layers=(2,)),
-    "smoke": Config(**_SMALL),
+    "smoke": Config(**_SMALL_MODEL),
 }
 
 
@@ -284,7 +284,7 @@ def count_launches(
     [steps] = [x for x in plan if x.kind == "While" and x.trips is not None]
     for route in routes:
         part_counts: dict[str, int] = dict.fromkeys(
-            ("layer", "forward", *PARTS, "other"), 0
+            ("layer", "forward", *STEP_PARTS, "other"), 0
         )
         chosen = _Quiet(route.name, route.choices)
         for thunk, times, inside in executed_launches([steps], chosen):
@@ -310,7 +310,7 @@ def _part(thunk: Thunk, inside: tuple[Thunk, ...]) -> str:
     if "layer" in thunk.scope.split("/") or "layers" in scopes:
         return "layer"
     # Packing is inside the scope of the forward pass, but not part of the model.
-    if part := next((part for part in PARTS if part in scopes), None):
+    if part := next((part for part in STEP_PARTS if part in scopes), None):
         return part
     return "forward" if "decode" in scopes or "mixed" in scopes else "other"
 
@@ -346,7 +346,7 @@ def metrics(result: Launches) -> dict[str, Any]:
     for path, num in result.per("step").items():
         parts[path]["step"] = num
     return {
-        "target": TARGET,
+        "target": TARGET_DEVICE,
         "flags": ", ".join(f"{k}={v}" for k, v in devices.COMPILER_OPTIONS.items()),
         **parts,
         **{f"per_{which}": result.per(which) for which in ("layer", "forward", "step")},
@@ -371,7 +371,7 @@ def summary(result: Launches) -> list[Sheet]:
 def plot(ax: Any, result: Launches) -> None:
     """Draws the launches of each part of a step, grouped by path."""
     paths = list(dict.fromkeys(result.counts.path.tolist()))
-    shown = ["layer", "forward", *PARTS, "other"]
+    shown = ["layer", "forward", *STEP_PARTS, "other"]
     where = np.arange(len(shown))
     first = list[int]()
     for nth, path in enumerate(paths):

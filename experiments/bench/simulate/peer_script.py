@@ -28,7 +28,7 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-_COLUMNS = (
+_TRACE_COLUMNS = (
     *("request_id", "client_id", "tenant_id", "slo_class", "session_id"),
     *("round_index", "prefix_group", "prefix_length", "streaming", "input_tokens"),
     *("output_tokens", "text_tokens", "image_tokens", "audio_tokens"),
@@ -225,7 +225,7 @@ def write_trace(folder, question):
     size = question["block_size"]
     is_cached = any(x[2] for x in question["requests"])
     with (folder / "trace.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, _COLUMNS, restval="0")
+        writer = csv.DictWriter(file, _TRACE_COLUMNS, restval="0")
         writer.writeheader()
         for i, (arrival_us, prompt, _, output, _) in enumerate(question["requests"]):
             # The last token is always fed.

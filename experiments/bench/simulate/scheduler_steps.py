@@ -29,8 +29,8 @@ from jaxkv.simulation import MemberBatch as Runner
 from jaxkv.workloads import SHAREGPT, Workload, make_workload
 from scaling.costs import LinearCost, figure_12_cost
 
-KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
-SYSTEMS = {
+SPEED_KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
+SPEED_NAMES = {
     "": "one run",
     "_vmapped": "all mapped, in parts on all threads",
     "_vmapped_at_once": "all mapped in one call",
@@ -117,7 +117,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         rates = [_rate(_advance, runners) for runners in (alone, parts, at_once)]
         progress.show("plain Python")
         rates += [_rate(serve, accounts) for accounts in (True, False)]
-        named = dict(zip(SYSTEMS, rates, strict=True))
+        named = dict(zip(SPEED_NAMES, rates, strict=True))
         rows.append(
             {"round": index}
             | {f"steps_per_s{name}": per_s for name, (per_s, _) in named.items()}
@@ -236,10 +236,10 @@ def to_price(cost: Cost) -> plain_scheduler.Price:
 def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns medians over the rounds, and their ratios."""
     if not result:
-        return dict.fromkeys(KEYS)
+        return dict.fromkeys(SPEED_KEYS)
     names = [name for name in result[0] if name != "round"]
     medians = {name: statistics.median(row[name] for row in result) for name in names}
-    ratios = [row[KEYS[1]] / row[KEYS[2]] for row in result]
+    ratios = [row[SPEED_KEYS[1]] / row[SPEED_KEYS[2]] for row in result]
     return medians | {"ratio": statistics.median(ratios), "rounds": len(result)}
 
 
@@ -249,7 +249,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
         return []
     numbers = metrics(result)
     lines = []
-    for name, label in SYSTEMS.items():
+    for name, label in SPEED_NAMES.items():
         cells = [label]
         for key in ("steps_per_s", "steps_per_cpu_s"):
             rate = numbers[f"{key}{name}"]
@@ -266,7 +266,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the rates of one run, of mapped runs, and of plain Python."""
     numbers = metrics(result)
-    values = [(numbers[name] or 0.0) / 1000 for name in KEYS]
+    values = [(numbers[name] or 0.0) / 1000 for name in SPEED_KEYS]
     names = ("one run", "all mapped", "plain Python")
     draw_bars(ax, names, values, [f"{x:,.0f}" for x in values])
     title = "Steps of the simulator"

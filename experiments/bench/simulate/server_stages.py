@@ -52,7 +52,7 @@ from scaling.calibration import (
 )
 from scaling.cli import find_measured_runs
 
-SCRIPT = Path(__file__).with_name("peer_script.py")
+PEER_SCRIPT = Path(__file__).with_name("peer_script.py")
 PUBLISHED_ERRORS = (
     (
         "BLIS, trained-physics",
@@ -224,9 +224,9 @@ def _own_systems(posterior: ServerPosterior) -> dict[str, System]:
 
 
 def _start_peers(config: Config, stack: contextlib.ExitStack) -> dict[str, System]:
-    tables = {"AIConfigurator": (SCRIPT, "AIConfigurator")}
+    tables = {"AIConfigurator": (PEER_SCRIPT, "AIConfigurator")}
     replays = {
-        name: (SCRIPT, "Blis", config.blis, model)
+        name: (PEER_SCRIPT, "Blis", config.blis, model)
         for name, model in (
             ("BLIS", "trained-physics"),
             ("BLIS, roofline", "roofline"),

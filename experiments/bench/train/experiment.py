@@ -38,7 +38,7 @@ from jaxkv.report import (
 from scaling import training
 from scaling.corpora import VOCAB_SIZE
 
-NAMES = ("implementation", "width")
+KEY_COLUMNS = ("implementation", "width")
 DETAILS = ("spread", "loss_gap", "optimizer", "ceiling_flops_per_s", "mfu", "version")
 DETAILS += ("absent",)
 
@@ -130,7 +130,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
         rivals, absent = peer_process.start_peers(
-            stack, peers.PyTorchTrainer, config.peer_python, peers.WORDS, needed=True
+            stack, peers.PyTorchTrainer, config.peer_python, peers.PEERS, needed=True
         )
 
         def begin(width: int) -> list[JaxkvTrainer | PyTorchTrainer]:
@@ -224,7 +224,7 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
         ax.legend()
 
 
-metrics = functools.partial(split_details, names=NAMES, details=DETAILS)
+metrics = functools.partial(split_details, names=KEY_COLUMNS, details=DETAILS)
 
 
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:

@@ -24,15 +24,15 @@ from scaling.training import (
     training_flops,
 )
 
-SCRIPT = Path(__file__).with_name("peer_script.py")
-WORDS = {
-    "PyTorch": (SCRIPT, "EagerTrainer"),
-    "PyTorch, compiled": (SCRIPT, "CompiledTrainer"),
+PEER_SCRIPT = Path(__file__).with_name("peer_script.py")
+PEERS = {
+    "PyTorch": (PEER_SCRIPT, "EagerTrainer"),
+    "PyTorch, compiled": (PEER_SCRIPT, "CompiledTrainer"),
 }
 """File and class of each peer, by name."""
 NUM_CHECKED = 4
 """Steps whose losses are compared."""
-RATE = 1e-3
+LEARNING_RATE = 1e-3
 OPTIMIZER = OptimizerConfig(kind="adamw", max_grad_norm=math.inf)
 _PROBE = 2048
 
@@ -104,7 +104,7 @@ class JaxkvTrainer:
         return rate * self.flops_per_token / device.rate(self._dtype)
 
     def _train(self, num_steps: int) -> float:
-        schedule = LearningRateSchedule.constant(RATE)
+        schedule = LearningRateSchedule.constant(LEARNING_RATE)
         self._state, info = self._call(
             self._state, self._stream, schedule, self._seed, jnp.int32(num_steps)
         )
@@ -128,7 +128,7 @@ class PyTorchTrainer(PeerProcess):
                     "file": str(file),
                     "num_heads": trainer.model.num_q_heads,
                     "eps": trainer.model.norm_eps,
-                    "learning_rate": RATE,
+                    "learning_rate": LEARNING_RATE,
                     "betas": [OPTIMIZER.beta1, OPTIMIZER.beta2],
                     "weight_decay": OPTIMIZER.weight_decay,
                     "trial_s": seconds / 4,

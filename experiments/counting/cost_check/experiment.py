@@ -77,18 +77,25 @@ class Config:
                 f"num_layers={self.num_layers!r} must be at least 1, "
                 f"batch={self.batch!r} 2"
             )
-        if unknown := {*self.families} - _CHANGES.keys():
-            raise ValueError(f"families={sorted(unknown)} must be in {list(_CHANGES)}")
+        if unknown := {*self.families} - _FAMILY_SETTINGS.keys():
+            raise ValueError(
+                f"families={sorted(unknown)} must be in {list(_FAMILY_SETTINGS)}"
+            )
 
 
 _BIASED = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
-_GPT = {"norm": "layer", "positions": "learned", "gated": False, "num_kv_heads": 8}
-_CHANGES: dict[str, dict[str, Any]] = {
+_GPT_SETTINGS = {
+    "norm": "layer",
+    "positions": "learned",
+    "gated": False,
+    "num_kv_heads": 8,
+}
+_FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"qkv_bias": True, "tie_embeddings": False},
     "qwen3": {"qk_norm": True, "head_dim": 64},
-    "gpt2": {**_GPT, **_BIASED, "activation": "gelu_tanh"},
-    "opt": {**_GPT, **_BIASED, "activation": "relu", "position_offset": 2},
+    "gpt2": {**_GPT_SETTINGS, **_BIASED, "activation": "gelu_tanh"},
+    "opt": {**_GPT_SETTINGS, **_BIASED, "activation": "relu", "position_offset": 2},
 }
 
 PANEL_SIZE_INCHES = (6.8, 3.2)
@@ -116,7 +123,7 @@ def _row(config: Config, family: str) -> dict[str, Any]:
         "mlp_size": 8 * config.hidden_size // 3,
         "max_positions": max(config.sequence, _KEPT_SEQUENCE),
     }
-    model = ModelConfig(**sizes | _CHANGES[family])
+    model = ModelConfig(**sizes | _FAMILY_SETTINGS[family])
     shape = describe_config(model)
     step = training_step_flops(shape, batch=config.batch, sequence=config.sequence)
     listed = list_residuals(model, number_bytes=4)
@@ -179,7 +186,7 @@ def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
         )
 
 
-PAIRS = {
+COUNT_PAIRS = {
     "parameters": ("params", "params_jax"),
     "forward": ("forward_flops", "forward_flops_xla"),
     "training": ("training_flops", "training_flops_xla"),
@@ -189,8 +196,8 @@ PAIRS = {
 
 
 def formula_over_count(row: dict[str, Any], quantity: str) -> float:
-    """Returns the ratio of formula to count for one of `PAIRS`."""
-    formula, count = PAIRS[quantity]
+    """Returns the ratio of formula to count for one of `COUNT_PAIRS`."""
+    formula, count = COUNT_PAIRS[quantity]
     return row[formula] / row[count]
 
 
@@ -216,7 +223,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     return [Sheet("formula and count", (*heads, "temporary bytes"), rows, note)]
 
 
-LOOKS = (
+MARKER_STYLES = (
     *((BLUE, "o"), (SKY, "s"), (GREEN, "^")),
     *((ORANGE, "D"), (RED, "v"), (PURPLE, "P")),
 )
@@ -225,23 +232,25 @@ LOOKS = (
 
 def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     """Draws the ratio of formula to count."""
-    places = np.arange(len(PAIRS))
+    places = np.arange(len(COUNT_PAIRS))
     off = [0.0]
-    for i, (row, (color, marker)) in enumerate(zip(result, LOOKS, strict=False)):
+    for i, (row, (color, marker)) in enumerate(
+        zip(result, MARKER_STYLES, strict=False)
+    ):
         shift = (i - (len(result) - 1) / 2) * 0.14
-        ratios = [100 * formula_over_count(row, name) for name in PAIRS]
+        ratios = [100 * formula_over_count(row, name) for name in COUNT_PAIRS]
         look = {"marker": marker, "linestyle": "", "markersize": 7}
         draw_curve(ax, places + shift, ratios, color, row["family"], **look)
         off += [abs(x - 100) for x in ratios]
     ax.axhspan(98, 102, color="0.93", zorder=0)
     draw_reference_line(ax, 100, "equal")
-    ax.set_xticks(places, [NAMES.get(name, name) for name in PAIRS])
+    ax.set_xticks(places, [COUNT_NAMES.get(name, name) for name in COUNT_PAIRS])
     title = f"The formulas are within {max(off):.1f} % of the counts of XLA"
     set_labels(ax, title, "", "formula / count [%]", ylim=(96, 104))
     ax.legend()
 
 
-NAMES = {
+COUNT_NAMES = {
     "forward": "operations,\nforward",
     "training": "operations,\ntraining",
     "kept": "bytes kept",

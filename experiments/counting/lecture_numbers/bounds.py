@@ -35,10 +35,10 @@ QUOTED = {
 """GPUs and seconds in the lecture's table of latencies, by model."""
 QUOTED_TOKENS = 256
 """Tokens that the models of the table generate in that time."""
-LENGTHS = tuple(2**x for x in range(4, 13))
+SEQUENCE_LENGTHS = tuple(2**x for x in range(4, 13))
 """Generated tokens, for the comparison with and without a KV cache."""
-BATCHES = tuple(2**x for x in range(10))
-CONTEXTS = (1, 128, 2048)
+BATCH_SIZES = tuple(2**x for x in range(10))
+CONTEXT_LENGTHS = (1, 128, 2048)
 """Cached tokens per sequence, for the intensity against batch size."""
 
 
@@ -128,7 +128,7 @@ class Result(ResultRecord):
     kept: CacheSizes = column("sizes of keys and values")
     growth: AttentionGrowth = column("operations by generated tokens")
     intensity: np.ndarray = column(
-        "operations per byte of decoding LLaMA-7B, by `CONTEXTS` and `BATCHES`"
+        "operations per byte of decoding LLaMA-7B, by `CONTEXT_LENGTHS` and batch size"
     )
 
 
@@ -143,8 +143,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     weights = 2 * count_parameters(large).total
     room = 4 * device.memory_bytes - weights
     intensity = [
-        [decode_work(llama, batch=b, context=context).intensity for b in BATCHES]
-        for context in CONTEXTS
+        [decode_work(llama, batch=b, context=context).intensity for b in BATCH_SIZES]
+        for context in CONTEXT_LENGTHS
     ]
     return Result(
         device=device.name,
@@ -218,12 +218,14 @@ def _growth(llama: ModelShape) -> AttentionGrowth:
     token_flops = sum(x.flops for x in one if x.growth == "s")
     pair = sum(x.flops for x in one if x.growth == "s^2") / 2
     # Twice the pairs of 1 to t tokens, recomputed for every token.
-    without = np.array([t * (t + 1) * (2 * t + 1) // 3 * pair for t in LENGTHS])
-    fed = np.array([t * (t + 1) / 2 for t in LENGTHS])
-    with_cache = [decode_terms(llama, context=1, steps=t) for t in LENGTHS]
+    without = np.array(
+        [t * (t + 1) * (2 * t + 1) // 3 * pair for t in SEQUENCE_LENGTHS]
+    )
+    fed = np.array([t * (t + 1) / 2 for t in SEQUENCE_LENGTHS])
+    with_cache = [decode_terms(llama, context=1, steps=t) for t in SEQUENCE_LENGTHS]
     scores = [sum(x.flops for x in terms if x.growth == "s^2") for terms in with_cache]
     return AttentionGrowth(
-        length=np.array(LENGTHS),
+        length=np.array(SEQUENCE_LENGTHS),
         scores_without=without,
         scores_with=np.array(scores, np.float64),
         all_without=without + token_flops * fed,

@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from experiments.counting.lecture_numbers.bounds import (
-    BATCHES,
-    CONTEXTS,
+    BATCH_SIZES,
+    CONTEXT_LENGTHS,
     AttentionGrowth,
     LatencyBounds,
     Result,
@@ -74,16 +74,16 @@ def _growth(ax: Any, growth: AttentionGrowth) -> None:
 def _intensity(ax: Any, result: Result) -> None:
     """Draws operations per byte by batch size, and the ridge of the device."""
     marks = "osv^"
-    for i, context in enumerate(CONTEXTS):
+    for i, context in enumerate(CONTEXT_LENGTHS):
         look = {"marker": marks[i % 4], "markersize": 3}
         color = (5, 1, 6, 3)[i % 4]
         label = f"context of {context:,} token{'s' * (context > 1)}"
-        draw_curve(ax, BATCHES, result.intensity[i], color, label, **look)
+        draw_curve(ax, BATCH_SIZES, result.intensity[i], color, label, **look)
     draw_ridge(ax, result.device, result.ridge)
     use_powers_of_two(ax)
     bound = [
         c
-        for c, x in zip(CONTEXTS, result.intensity, strict=True)
+        for c, x in zip(CONTEXT_LENGTHS, result.intensity, strict=True)
         if max(x) < result.ridge
     ]
     title = "Decoding LLaMA-7B by batch"
@@ -94,5 +94,5 @@ def _intensity(ax: Any, result: Result) -> None:
     y = "intensity [FLOP/byte]"
     set_labels(ax, title, x, y, yscale="log")
     label_log_axis(ax.yaxis)
-    ax.set_xticks([x for x in BATCHES if math.log2(x) % 2 == 0])
+    ax.set_xticks([x for x in BATCH_SIZES if math.log2(x) % 2 == 0])
     ax.legend()

@@ -6,9 +6,15 @@ from typing import Any
 import numpy as np
 
 from jaxkv import plotting
-from jaxkv.plotting import BLUE, SYSTEMS, draw_curve, draw_reference_line, set_labels
+from jaxkv.plotting import (
+    BLUE,
+    SYSTEM_STYLES,
+    draw_curve,
+    draw_reference_line,
+    set_labels,
+)
 
-MOST_SHOWN = 40
+MAX_SHOWN_TOKENS = 40
 """Largest number of drawn tokens of a block."""
 
 
@@ -32,7 +38,7 @@ def _block(ax: Any, picture: Any) -> None:
     if not len(picture):
         set_labels(ax, title, x, y)
         return
-    tokens = picture.tokens[:, :MOST_SHOWN]
+    tokens = picture.tokens[:, :MAX_SHOWN_TOKENS]
     fixed = picture.fixed
     place = np.arange(tokens.shape[1])[None, :]
     right = tokens == tokens[-1]
@@ -79,7 +85,7 @@ def draw_speeds(ax: Any, runs_by_name: Mapping[str, Any]) -> None:
     """Draws tokens per step and speed of the engine by draft length."""
     best = 0.0
     for nth, (name, runs) in enumerate(runs_by_name.items()):
-        system = name if name in SYSTEMS else (5, 6)[nth % 2]
+        system = name if name in SYSTEM_STYLES else (5, 6)[nth % 2]
         look = {"linestyle": ":", "marker": "^"}
         label = f"{name}, tokens a step"
         draw_curve(ax, runs.num_drafts, runs.tokens_per_step, system, label, **look)

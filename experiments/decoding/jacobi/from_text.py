@@ -134,7 +134,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             bounds = serving.drafting_engine_config(
                 1, 0, config.max_length, config.steps_per_call
             )
-            server = serving.make_server(model, serving.PLAIN, bounds)
+            server = serving.make_server(model, serving.PLAIN_DECODING, bounds)
             answers[temperature], _ = serving.decode_batches(server, texts, asks)
         rows.append(_count_blocks(model, texts, asks, answers[temperature], length))
     settings = [(1, temperature) for temperature in config.temperatures]

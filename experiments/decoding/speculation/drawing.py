@@ -19,7 +19,7 @@ from jaxkv.plotting import (
 
 DRAFT_COLORS = (BLUE, GREEN, ORANGE, RED)
 """Colours by draft length, ascending; markers follow."""
-MARKS = "o^ds"
+MARKERS = "o^ds"
 
 
 def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
@@ -131,7 +131,7 @@ def _synthetic(ax: Any, coins: Any) -> None:
         color = DRAFT_COLORS[nth % 4]
         line = theory.expected_tokens(chances, np.full(chances.size, num))
         ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
-        look = {"linestyle": "", "marker": MARKS[nth % 4]}
+        look = {"linestyle": "", "marker": MARKERS[nth % 4]}
         tokens = selected.tokens_per_step
         draw_curve(ax, selected.acceptance, tokens, color, f"{num}", **look)
         exact = theory.expected_tokens(selected.acceptance, np.full(len(selected), num))
@@ -165,7 +165,7 @@ def draw_priced(axes: Any, priced: Any) -> None:
             points = getattr(selected, field)
             look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
             draw_curve(ax, selected.acceptance, line, color, **look)
-            look = {"linestyle": "", "marker": MARKS[nth % 4], "markersize": 6}
+            look = {"linestyle": "", "marker": MARKERS[nth % 4], "markersize": 6}
             draw_curve(ax, selected.acceptance, points, color, f"{num}", **look)
             off += np.abs(points / line - 1).tolist()
         draw_reference_line(ax, 1)

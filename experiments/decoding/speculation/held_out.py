@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from experiments.decoding.speculation import serving
-from experiments.decoding.speculation.serving import METHODS, PLAIN
+from experiments.decoding.speculation.serving import DECODING_METHODS, PLAIN_DECODING
 from experiments.harness import Server, cut_held_out_prompts, measure_in_turns
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
@@ -71,7 +71,9 @@ class TextConfig:
 
     def bounds(self, method: str, batch: int, num_drafts: int) -> EngineConfig:
         """Returns the engine config of a method."""
-        num_draft_buckets = NUM_DRAFT_BUCKETS if METHODS[method].adaptive else 1
+        num_draft_buckets = (
+            NUM_DRAFT_BUCKETS if DECODING_METHODS[method].adaptive else 1
+        )
         return serving.drafting_engine_config(
             batch, num_drafts, self.max_length, self.steps_per_call, num_draft_buckets
         )
@@ -131,10 +133,10 @@ def decode_in_turns(
         batches.append(setting[0])
         texts, asks = requests(setting)
         servers = []
-        for method, num_drafts in ((PLAIN, 0), *ways(setting)):
+        for method, num_drafts in ((PLAIN_DECODING, 0), *ways(setting)):
             server = make(method, config.bounds(method, setting[0], num_drafts))
             # An adaptive draft length is measured after it has adapted.
-            num = len(texts) if METHODS[method].adaptive else setting[0]
+            num = len(texts) if DECODING_METHODS[method].adaptive else setting[0]
             serving.decode_batches(server, texts[:num], asks[:num])  # compiles
             servers.append(server)
         return servers

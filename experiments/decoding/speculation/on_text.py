@@ -134,7 +134,7 @@ CONFIGS = {
 class DecodingRuns(ResultTable):
     """Counts and times of each method, with plain decoding of the same batch."""
 
-    way: Texts = column("key of `serving.METHODS`")
+    way: Texts = column("key of `serving.DECODING_METHODS`")
     num_drafts: Ints = column("draft length", heading="drafts")
     batch: Ints = column("batch size")
     temperature: Floats = column("0 is greedy")

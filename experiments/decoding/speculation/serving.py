@@ -21,7 +21,7 @@ from jaxkv.speculation import (
     build_speculative,
 )
 
-PLAIN = "plain"
+PLAIN_DECODING = "plain"
 
 
 class DecodingMethod(NamedTuple):
@@ -40,8 +40,8 @@ class DecodingMethod(NamedTuple):
     adaptive: bool = False
 
 
-METHODS = {
-    PLAIN: DecodingMethod(),
+DECODING_METHODS = {
+    PLAIN_DECODING: DecodingMethod(),
     "n-gram": DecodingMethod("ngram"),
     "Jacobi": DecodingMethod("jacobi"),
     "draft model": DecodingMethod("draft-model"),
@@ -143,13 +143,13 @@ def make_server(
 
     Args:
       model: target model.
-      method_name: key of `METHODS`.
+      method_name: key of `DECODING_METHODS`.
       config: engine config.
       speculation: replaces the method's own drafter and verifier.
       heads: trained heads, for methods that use them.
       draft: draft model, for the method "draft model".
     """
-    method = METHODS[method_name]
+    method = DECODING_METHODS[method_name]
     if method.is_chain and heads is not None:
         first = tuple(depth[:1] for depth in heads.acceptance)
         heads = heads._replace(acceptance=first)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments.decoding.speculation import drawing, serving
-from experiments.decoding.speculation.serving import PLAIN
+from experiments.decoding.speculation.serving import PLAIN_DECODING
 from experiments.decoding.speculation.theory import IndependentDrafts
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import Server, load_benchmark_model, measure_in_turns
@@ -155,7 +155,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             bounds = serving.drafting_engine_config(
                 1, drafts, longest, config.steps_per_call
             )
-            method = "Jacobi" if drafts else PLAIN
+            method = "Jacobi" if drafts else PLAIN_DECODING
             server = serving.make_server(model, method, bounds, judged)
             server.name = f"chance {chance:g}, {drafts} drafts"
             serving.decode_batches(

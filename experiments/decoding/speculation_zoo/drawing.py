@@ -12,7 +12,7 @@ from jaxkv.plotting import (
     use_powers_of_two,
 )
 
-KINDS = {
+METHOD_KINDS = {
     "n-gram": "n-gram",
     "Jacobi": "Jacobi",
     "lookahead": "lookahead",
@@ -39,7 +39,9 @@ def _bars(ax: Any, runs: Any, field: str, label: str) -> None:
     names = [
         f"{method}, {num}" for method, num in zip(ways, runs.num_drafts, strict=True)
     ]
-    bars(ax, runs, names, [KINDS[_kind(method)] for method in ways], field, label)
+    bars(
+        ax, runs, names, [METHOD_KINDS[_kind(method)] for method in ways], field, label
+    )
     if not len(runs):
         return
     best = names[int(np.nanargmax(values))]
@@ -53,12 +55,12 @@ def _bars(ax: Any, runs: Any, field: str, label: str) -> None:
 
 
 def _kind(method: str) -> str:
-    return next(kind for kind in KINDS if method.startswith(kind))
+    return next(kind for kind in METHOD_KINDS if method.startswith(kind))
 
 
 def _costs(ax: Any, runs: Any) -> None:
     """Draws cost of a step by tokens per step; a point above the line loses speed."""
-    for kind, name in KINDS.items():
+    for kind, name in METHOD_KINDS.items():
         selected = runs.at(
             np.array([method.startswith(kind) for method in runs.way], bool)
         )
@@ -82,7 +84,7 @@ def _batches(ax: Any, runs: Any) -> None:
         for temperature in runs.distinct("temperature"):
             selected = runs.where(way=method, temperature=temperature)
             selected = selected.at(np.argsort(selected.batch))
-            name = KINDS[_kind(method)]
+            name = METHOD_KINDS[_kind(method)]
             line = "-" if temperature == 0 else ":"
             words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
             label = f"{name}, {words}"

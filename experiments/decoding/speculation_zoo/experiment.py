@@ -28,12 +28,12 @@ from jaxkv.engine import EngineConfig
 from jaxkv.files import find_heads_folder
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, Sheet, column
-from jaxkv.speculation import KINDS, load_heads
+from jaxkv.speculation import HEAD_KINDS, load_heads
 
 CLAIMS = claims_file(__file__)
 FEW_TOKENS = 128
 """Output tokens below which speeds have no verdict."""
-PUBLISHED = {
+METHOD_OF_PAPER = {
     "prompt lookup": "n-gram",
     "lookahead": "lookahead",
     "Medusa": "Medusa, tree",
@@ -82,11 +82,11 @@ class Config(held_out.TextConfig):
         validation.within(self, "temperatures", low=0, high=2)
         adapt = {
             method_name
-            for method_name, method in serving.METHODS.items()
+            for method_name, method in serving.DECODING_METHODS.items()
             if method.adaptive
         }
         for name, method_names in (
-            ("ways", {*serving.METHODS} - adapt - {serving.PLAIN}),
+            ("ways", {*serving.DECODING_METHODS} - adapt - {serving.PLAIN_DECODING}),
             ("adaptive", adapt),
         ):
             for method_name, num in getattr(self, name):
@@ -159,15 +159,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         kind: load_heads(
             find_heads_folder(config.model, kind), model.config, dtype="float32"
         )
-        for kind in KINDS
+        for kind in HEAD_KINDS
         if any(
-            serving.METHODS[method_name].method == kind
+            serving.DECODING_METHODS[method_name].method == kind
             for method_name, _ in (*config.ways, *config.adaptive)
         )
     }
 
     def serve(method_name: str, bounds: EngineConfig) -> Server:
-        trained_heads = heads.get(serving.METHODS[method_name].method or "")
+        trained_heads = heads.get(serving.DECODING_METHODS[method_name].method or "")
         return serving.make_server(
             model, method_name, bounds, heads=trained_heads, draft=draft
         )
@@ -240,7 +240,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         words |= {"temperature": best.temperature[0], "first": best.first_share[0]}
         yield measured("pair", best.speed[0], differs=few, **words)
     greedy = ways.where(temperature=0.0)
-    for method, method_name in PUBLISHED.items():
+    for method, method_name in METHOD_OF_PAPER.items():
         selected = greedy.where(way=method_name)
         if len(selected):
             tokens = float(selected.tokens_per_step.max())

@@ -17,7 +17,7 @@ from experiments.harness.kernels.calls import KernelRun
 from pallas_kernels import devices
 from pallas_kernels.bench import AttentionProblem, GroupedProblem, Spec
 
-MAX_BYTES = 12_000_000_000
+MAX_PEER_BYTES = 12_000_000_000
 """Largest intermediate array of a peer: scores, or products of all rows with all
 experts."""
 
@@ -120,8 +120,8 @@ def all_experts(problem: GroupedProblem) -> KernelRun:
     """Multiplies every row with every expert, and selects that of its own expert."""
     spec = problem.spec
     product_bytes = spec.experts.groups * problem.x.nbytes * spec.columns // spec.width
-    if product_bytes > MAX_BYTES:
-        raise ValueError(f"{product_bytes=} must be at most {MAX_BYTES}")
+    if product_bytes > MAX_PEER_BYTES:
+        raise ValueError(f"{product_bytes=} must be at most {MAX_PEER_BYTES}")
 
     def by_all(x, w, group_sizes):
         row = jnp.arange(x.shape[0])
@@ -169,8 +169,8 @@ def _ask_for_gpu(why: str) -> None:
 
 def _limit_scores(spec: Spec, length: int) -> None:
     score_bytes = 4 * spec.batch * spec.rows * spec.heads.q_heads * length
-    if score_bytes > MAX_BYTES:
-        raise ValueError(f"{score_bytes=} must be at most {MAX_BYTES}")
+    if score_bytes > MAX_PEER_BYTES:
+        raise ValueError(f"{score_bytes=} must be at most {MAX_PEER_BYTES}")
 
 
 def _sum(

@@ -69,7 +69,7 @@ CONFIGS = {
 PANELS = (1, 2)
 PANEL_SIZE_INCHES = (3.4, 3.6)
 
-HEAD = 256
+HEAD_SIZE = 256
 """Waiting requests that the policy sees."""
 FIRST_COME = "first come, first served"
 SHORTEST = "shortest request"
@@ -145,7 +145,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     served = simulation.simulate(
         simulation.stack(members),
         max_slots=config.max_num_seqs,
-        head=HEAD,
+        head=HEAD_SIZE,
         progress=progress,
     )
     rows = []

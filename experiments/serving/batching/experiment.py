@@ -42,7 +42,7 @@ from jaxkv.plotting import (
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, Sheet, column, metric_sheets
 
-_PUBLISHED = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
+_PUBLISHED_LIMITS = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
 """Published output limits in tokens, and their cost model."""
 CLAIMS = claims_file(__file__)
 
@@ -126,8 +126,10 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         ("continuous", result.continuous_sequences, lectures.CONTINUOUS),
     ):
         yield measured("cells", lectures.count_equal_cells(times, picture), name=name)
-    batches = lectures.batch_names(result.continuous_requests)[: len(lectures.BATCHES)]
-    equal = sum(x == y for x, y in zip(batches, lectures.BATCHES, strict=False))
+    batches = lectures.batch_names(result.continuous_requests)[
+        : len(lectures.BATCH_CONTENTS)
+    ]
+    equal = sum(x == y for x, y in zip(batches, lectures.BATCH_CONTENTS, strict=False))
     yield measured("iterations", equal, batches=", then ".join(batches))
     yield measured("joined", lectures.count_joined(result.static_requests))
     swept = result.limits
@@ -204,7 +206,7 @@ def summary(result: Result) -> list[ReportPart]:
     ]
 
 
-NAMES = ("static", "continuous", "continuous, paged")
+SYSTEM_NAMES = ("static", "continuous", "continuous, paged")
 """Labels of `SYSTEMS` in figures."""
 
 
@@ -228,8 +230,8 @@ def plot(axes: Any, result: Result) -> None:
         _draw_speeds(rate, limits)
         # Throughput over that of static batching, and the published end points.
         gains = limits.means / limits.means[0]
-        longest = _PUBLISHED[0][-1]
-        for i, name in enumerate(NAMES[1:], 1):
+        longest = _PUBLISHED_LIMITS[0][-1]
+        for i, name in enumerate(SYSTEM_NAMES[1:], 1):
             draw_curve(gain, limits.value, gains[i], name, name)
             look = {"linestyle": "", "markersize": 7, "markerfacecolor": "none"}
             look["marker"] = system_style(name).marker
@@ -241,7 +243,7 @@ def plot(axes: Any, result: Result) -> None:
         gain.legend()
         title = f"Up to {limits.value[-1]:,.0f} tokens an answer, static batching "
         rate.set_title(f"{title}falls to {limits.means[0][-1]:.0f} tokens/s")
-        best = zip(NAMES[1:], gains[1:].max(axis=1), strict=True)
+        best = zip(SYSTEM_NAMES[1:], gains[1:].max(axis=1), strict=True)
         title = ", ".join(f"{max_gain:.1f} times: {name}" for name, max_gain in best)
         gain.set_title(f"Up to {title}")
     for ax in (rate, gain):
@@ -262,7 +264,7 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_speeds(ax: Any, sweep: ThroughputSweep) -> None:
-    rows = zip(NAMES, sweep.means, sweep.tokens_per_s, strict=False)
+    rows = zip(SYSTEM_NAMES, sweep.means, sweep.tokens_per_s, strict=False)
     for name, mean, seeds in rows:
         draw_curve(ax, sweep.value, mean, name, name)
         if seeds.shape[1] > 1:

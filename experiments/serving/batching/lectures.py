@@ -14,14 +14,14 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv import plotting
-from jaxkv.plotting import INK, Box, draw_rectangle, set_labels
+from jaxkv.plotting import TEXT_COLOR, Box, draw_rectangle, set_labels
 from jaxkv.report import Ints, ResultTable, column
 from jaxkv.workloads import Workload, make_workload
 
 NUM_SLOTS = 4
-LIMIT = 3
+MAX_BATCH = 3
 PLACES = 8
-IDLE, PROMPT, TOKEN, END = range(4)
+IDLE, PROMPT_TOKEN, GENERATED_TOKEN, LAST_TOKEN = range(4)
 """Kinds of cells: idle, a prompt token, a generated token, the last generated token."""
 
 STATIC = (
@@ -42,7 +42,7 @@ _OUTPUTS = (3, 6, 2, 3, 4, 3, 3)
 """Prompt and output tokens of S1 to S7. The lecture states that S3 ends after 2
 iterations and S2 after 6; it draws no end for the last 3 sequences."""
 
-BATCHES = ("R1 R2", "R1 R2 R3", "R1 R3 R4")
+BATCH_CONTENTS = ("R1 R2", "R1 R2 R3", "R1 R3 R4")
 """Batch of each of the first 3 iterations. R2 ends in the second; R5 waits."""
 _TURNS = ((0.0, 3, 4), (0.0, 2, 2), (0.5, 3, 4), (1.4, 2, 3), (1.5, 3, 2))
 """Arrival, prompt tokens and output tokens of R1 to R5. R3 arrives during the first
@@ -77,8 +77,8 @@ def slot_grid(spans: IterationSpans) -> Int[np.ndarray, "slots places 3"]:
     iterations in which it is empty or its sequence has ended.
 
     Returns:
-      For each cell: the sequence, -1 if none; `IDLE`, `PROMPT`, `TOKEN` or `END`; and
-      the iteration.
+      For each cell: the sequence, -1 if none; `IDLE`, `PROMPT_TOKEN`,
+      `GENERATED_TOKEN` or `LAST_TOKEN`; and the iteration.
     """
     owner = np.full(NUM_SLOTS, -1)
     cells: list[list[tuple[int, int, int]]] = [[] for _ in range(NUM_SLOTS)]
@@ -87,16 +87,16 @@ def slot_grid(spans: IterationSpans) -> Int[np.ndarray, "slots places 3"]:
         for request in np.flatnonzero(spans.first == step):
             slot = int(np.flatnonzero(owner < 0)[0])
             owner[slot] = request
-            cells[slot] += [(int(request), PROMPT, step)] * _PROMPTS[request]
+            cells[slot] += [(int(request), PROMPT_TOKEN, step)] * _PROMPTS[request]
         for slot, request in enumerate(owner.tolist()):
-            kind = END if spans.last[request] == step else TOKEN
+            kind = LAST_TOKEN if spans.last[request] == step else GENERATED_TOKEN
             cells[slot].append((request, kind if request >= 0 else IDLE, step))
     return np.array([row[:PLACES] for row in cells])
 
 
 def grid_rows(spans: IterationSpans) -> list[str]:
     """Formats the grid in the notation of `STATIC` and `CONTINUOUS`."""
-    names = {IDLE: "--", END: "END"}
+    names = {IDLE: "--", LAST_TOKEN: "END"}
     return [
         " ".join(names.get(kind, f"S{request + 1}") for request, kind, _ in row)
         for row in slot_grid(spans).tolist()
@@ -130,9 +130,9 @@ def draw_grid(ax: Any, spans: IterationSpans, title: str) -> None:
     for slot, row in enumerate(slot_grid(spans).tolist()):
         for place, (request, kind, step) in enumerate(row):
             if kind != IDLE:
-                text = f"S{request + 1}" + (f"\n{step}" if kind != PROMPT else "")
+                text = f"S{request + 1}" + (f"\n{step}" if kind != PROMPT_TOKEN else "")
                 _cell(ax, place, slot, kind, text)
-    _key(ax, (PROMPT, TOKEN, END))
+    _key(ax, (PROMPT_TOKEN, GENERATED_TOKEN, LAST_TOKEN))
 
 
 def draw_iterations(
@@ -147,26 +147,50 @@ def draw_iterations(
         last = spans.last[row]
         batch_end = spans.last[spans.first == first].max()
         if first <= step <= last:
-            kind = END if step == last else PROMPT if step == first else TOKEN
+            kind = (
+                LAST_TOKEN
+                if step == last
+                else PROMPT_TOKEN
+                if step == first
+                else GENERATED_TOKEN
+            )
             _cell(ax, step - 1, row, kind, "")
         elif is_static and last < step <= batch_end:
-            _cell(ax, step - 1, row, KEPT, "")
+            _cell(ax, step - 1, row, RESERVED, "")
         elif int(_TURNS[row][0]) < step < first:
             _cell(ax, step - 1, row, WAITS, "")
-    _key(ax, (PROMPT, TOKEN, END, WAITS, *((KEPT,) if is_static else ())))
+    _key(
+        ax,
+        (
+            PROMPT_TOKEN,
+            GENERATED_TOKEN,
+            LAST_TOKEN,
+            WAITS,
+            *((RESERVED,) if is_static else ()),
+        ),
+    )
 
 
-KEPT = 4
+RESERVED = 4
 WAITS = 5
 """Further kinds of cells: a slot kept by a finished request, and a waiting request."""
-_NAMES = {PROMPT: "prompt", TOKEN: "token", END: "last token", KEPT: "slot kept"}
-_NAMES[WAITS] = "waits"
+_CELL_NAMES = {
+    PROMPT_TOKEN: "prompt",
+    GENERATED_TOKEN: "token",
+    LAST_TOKEN: "last token",
+    RESERVED: "slot kept",
+}
+_CELL_NAMES[WAITS] = "waits"
 
 
 def _fill(kind: int) -> dict[str, Any]:
     """Returns the colour and hatch of a kind of cell."""
     palette = plotting.colors()
-    fills = {PROMPT: palette[4], TOKEN: plotting.lighten(palette[5]), END: palette[6]}
+    fills = {
+        PROMPT_TOKEN: palette[4],
+        GENERATED_TOKEN: plotting.lighten(palette[5]),
+        LAST_TOKEN: palette[6],
+    }
     look = {"facecolor": fills.get(kind, "0.6"), "edgecolor": "white"}
     waits = {"facecolor": "white", "edgecolor": "0.7", "hatch": "/////"}
     return waits if kind == WAITS else look
@@ -174,14 +198,14 @@ def _fill(kind: int) -> dict[str, Any]:
 
 def _key(ax: Any, kinds: tuple[int, ...]) -> None:
     for kind in kinds:
-        ax.fill_between([], [], label=_NAMES[kind], **_fill(kind))
+        ax.fill_between([], [], label=_CELL_NAMES[kind], **_fill(kind))
     ax.legend(handlelength=1.2)
 
 
 def _cell(ax: Any, x: int, y: int, kind: int, text: str) -> None:
     """Draws a cell with upper left corner (x, y)."""
     draw_rectangle(ax, Box(x, y, 1, 1), **_fill(kind))
-    look: dict[str, Any] = {"color": "white" if kind == END else INK}
+    look: dict[str, Any] = {"color": "white" if kind == LAST_TOKEN else TEXT_COLOR}
     ax.text(x + 0.5, y + 0.5, text, va="center", ha="center", linespacing=1.0, **look)
 
 

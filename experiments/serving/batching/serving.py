@@ -17,7 +17,7 @@ from jaxkv.serving import Engine
 from jaxkv.workloads import Workload
 
 TOKEN_BUDGET = 64
-ROUNDS = 3
+NUM_ROUNDS = 3
 """Rows of a step, and servings of each load, of which the fastest counts."""
 
 
@@ -46,7 +46,7 @@ def serve_uneven(
         timings = np.array(
             [
                 [_serve(x, model, loads[i], i % config.num_seeds) for x in engines]
-                for _ in range(ROUNDS)
+                for _ in range(NUM_ROUNDS)
             ]
         )
         for row, seconds, steps in zip(runs, *timings.min(axis=0).T, strict=True):
@@ -63,7 +63,7 @@ def serve_batches(
         progress.show(f"{clients} side by side: compiling")
         engine = _engine(config, model, clients, scheduling.fcfs())
         load = sweeps.equal_requests(config.prompt_tokens, num, clients, rounds=1)
-        served = [_serve(engine, model, load, 0) for _ in range(ROUNDS + 1)]
+        served = [_serve(engine, model, load, 0) for _ in range(NUM_ROUNDS + 1)]
         seconds, steps = min(served[1:])
         output = np.asarray(load.output)
         yield LoadResult(

@@ -181,7 +181,7 @@ def simulate_sweeps(
         # A page holds a whole sequence, so the number of pages is the number of slots.
         "pictures": [
             (lectures.lecture_sequences(), _bounds(lectures.NUM_SLOTS, 16, 16), True),
-            (lectures.lecture_requests(), _bounds(lectures.LIMIT, 16, 16), True),
+            (lectures.lecture_requests(), _bounds(lectures.MAX_BATCH, 16, 16), True),
         ]
     }
     for name, loads, bounds in (

@@ -116,13 +116,13 @@ def plot(axes: Any, result: list[Row]) -> None:
     draw_reference_line(latency, AXIS, "end of the paper's axis", along="y")
     latency.set_xlim(left=0)
     latency.legend()
-    bounds = np.linspace(*runs.BOUNDS, 33)
+    bounds = np.linspace(*runs.LATENCY_RANGE, 33)
     gains = [0.0]
     for system, curve in curves.items():
         if system != "paged" and "paged" in curves:
             gain = [load_ratio(curves["paged"], curve, x) for x in bounds]
             draw_curve(ratio, bounds, gain, system, f"over {system}", markevery=8)
-            gains.append(load_ratio(curves["paged"], curve, runs.BOUND))
+            gains.append(load_ratio(curves["paged"], curve, runs.LATENCY_BOUND))
     draw_reference_line(ratio, 2, "the paper's")
     title = "Load with pages over Orca's"
     if gains[1:]:
@@ -148,7 +148,7 @@ def claims(result: list[Row]) -> Iterator[MeasuredValue]:
     yield measured("alike", max(orcas) / min(orcas))
     for name in settings.ORCAS:
         times = loads["paged"].rate / loads[name].rate
-        yield measured("twice", times, name=name, bound=runs.BOUND, span=span)
+        yield measured("twice", times, name=name, bound=runs.LATENCY_BOUND, span=span)
 
 
 def metrics(result: list[Row]) -> dict[str, Any]:
@@ -180,5 +180,5 @@ def summary(result: list[Row]) -> list[ReportPart]:
         "1,024; answers {output_tokens:.0f}. Tokens: share of the memory that holds "
         "keys and values near that rate."
     ).format_map(result[0])
-    title = f"requests/s at {runs.BOUND} s a token"
+    title = f"requests/s at {runs.LATENCY_BOUND} s a token"
     return [row_sheet(title, rows, columns, note)]

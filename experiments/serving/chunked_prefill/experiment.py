@@ -55,7 +55,7 @@ CONFIGS = {
 LONG_PROMPT = 8192
 """Tokens of the prompt that is split into chunks of several sizes."""
 CHUNKS = (256, 257, 512, 2048)
-WAYS = ("mixed only", "chunks only", "both")
+SCHEDULE_NAMES = ("mixed only", "chunks only", "both")
 """Rows of table 4."""
 
 
@@ -81,18 +81,22 @@ class PublishedRatio(NamedTuple):
     where: str
 
 
-_SMALL = "Sarathi (512)"
-_LARGE = "Sarathi (2,048)"
-RATIOS = (
-    PublishedRatio("Yi-34B", "openchat", "strict", _SMALL, "vLLM", 3.7, "figure 10"),
-    PublishedRatio("Yi-34B", "openchat", "strict", _SMALL, "Orca", 4.0, "figure 10"),
+_SMALL_CHUNKS = "Sarathi (512)"
+_LARGE_CHUNKS = "Sarathi (2,048)"
+PUBLISHED_RATIOS = (
     PublishedRatio(
-        "Yi-34B", "openchat", "relaxed", _LARGE, "vLLM", 1.65, "section 5.2"
+        "Yi-34B", "openchat", "strict", _SMALL_CHUNKS, "vLLM", 3.7, "figure 10"
     ),
     PublishedRatio(
-        "Mistral-7B", "openchat", "strict", _SMALL, "vLLM", 3.5, "section 5.2"
+        "Yi-34B", "openchat", "strict", _SMALL_CHUNKS, "Orca", 4.0, "figure 10"
     ),
-    PublishedRatio("Mistral-7B", "", "strict", _SMALL, "vLLM", 2.6, "abstract"),
+    PublishedRatio(
+        "Yi-34B", "openchat", "relaxed", _LARGE_CHUNKS, "vLLM", 1.65, "section 5.2"
+    ),
+    PublishedRatio(
+        "Mistral-7B", "openchat", "strict", _SMALL_CHUNKS, "vLLM", 3.5, "section 5.2"
+    ),
+    PublishedRatio("Mistral-7B", "", "strict", _SMALL_CHUNKS, "vLLM", 2.6, "abstract"),
 )
 CLAIMS = claims_file(__file__)
 CALIBRATED_SHEET = (
@@ -124,8 +128,8 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     name = config.models[0]
     model = MODELS[config.models[0]]
     progress.show("4 schedules of prefill")
-    timeline = runs.simulate_timeline(name, config.data[0], settings.WAYS)
-    four = [(schedule, config.share) for schedule in settings.WAYS]
+    timeline = runs.simulate_timeline(name, config.data[0], settings.SCHEDULES)
+    four = [(schedule, config.share) for schedule in settings.SCHEDULES]
     ways = [runs.simulate_systems(name, data, four, config) for data in config.data]
     budget_cases = [
         (settings.chunked_and_mixed(budget), config.share) for budget in config.budgets
@@ -193,7 +197,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         rows = result.ways.where(data=data)
         if not len(rows):
             continue
-        mixed, chunks, both = (rows.where(system=schedule) for schedule in WAYS)
+        mixed, chunks, both = (
+            rows.where(system=schedule) for schedule in SCHEDULE_NAMES
+        )
         load = f"Both at one rate, {both.rate[0]:.2f} requests/s, and one budget."
         first, tail = (
             [getattr(schedule, name)[0] for schedule in (mixed, chunks, both)]
@@ -207,11 +213,11 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         }
         for id, ratio in order.items():
             yield measured(id, ratio, data=data, load=load, **sheet)
-        for schedule, ttft_s, tbt_s in zip(WAYS, first, tail, strict=True):
+        for schedule, ttft_s, tbt_s in zip(SCHEDULE_NAMES, first, tail, strict=True):
             yield measured("ttft", ttft_s, data=data, way=schedule, **sheet)
             yield measured("tbt", tbt_s, data=data, way=schedule, **sheet)
     capacities = result.capacities.rows()
-    for x in RATIOS:
+    for x in PUBLISHED_RATIOS:
         # Ratio of sustained loads on the dataset with the larger ratio.
         rates: dict[str, dict[str, float]] = {}
         for row in capacities:
@@ -238,7 +244,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("tiles", 100 * (cost[257] / cost[256] - 1), **sheet)
 
 
-COLORS = tuple(x.name for x in settings.SYSTEMS)
+SYSTEM_NAMES = tuple(x.name for x in settings.SYSTEMS)
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -312,7 +318,7 @@ def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
     model = loads.model[0]
     data = loads.data[0]
     ends = {}
-    for system in COLORS:
+    for system in SYSTEM_NAMES:
         subset = loads.where(model=model, data=data, system=system)
         draw_curve(ax, subset.rate, subset.tbt_p99_s, system, system)
         if len(subset):
@@ -337,14 +343,14 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
     best = ("", 0.0)
     reference = {
         (x.model, x.data, x.objective, x.system): x.published
-        for x in RATIOS
+        for x in PUBLISHED_RATIOS
         if x.rival == "vLLM"
     }
     for i, (model, data, kind) in enumerate(groups):
         selected = [x for x in rows if (x["model"], x["data"]) == (model, data)]
         rates = {x["system"]: x[f"{kind}_per_s"] for x in selected}
         base = max(rates.get("vLLM", 0.0), 1e-9)
-        for k, system in enumerate(COLORS):
+        for k, system in enumerate(SYSTEM_NAMES):
             gain = rates.get(system, 0.0) / base
             if not 0 < gain < 100:
                 continue

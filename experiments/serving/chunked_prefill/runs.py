@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 
 from experiments.serving.chunked_prefill import settings
-from experiments.serving.chunked_prefill.settings import DATA, MODELS, Config, System
+from experiments.serving.chunked_prefill.settings import (
+    DATASETS,
+    MODELS,
+    Config,
+    System,
+)
 from jaxkv import clock, simulation, workloads
 from jaxkv.report import Floats, Ints, ResultTable, Texts, column
 from jaxkv.simulation import SimulationResult
@@ -19,7 +24,7 @@ from jaxkv.workloads import (
     open_loop,
 )
 
-HEAD = 16
+HEAD_SIZE = 16
 """Waiting requests that the policy sees."""
 MAX_DELAY_S = 2.0
 """Largest median scheduling delay."""
@@ -82,7 +87,7 @@ def num_requests(config: Config) -> int:
     """
     return max(
         num_requests_for(
-            max(config.shares) * prefill_bound_rate(MODELS[name], DATA[data]),
+            max(config.shares) * prefill_bound_rate(MODELS[name], DATASETS[data]),
             config.seconds,
             deviations=4,
         )
@@ -103,7 +108,7 @@ def simulate_systems(
       config: duration and seed.
     """
     model = MODELS[name]
-    law = DATA[data]
+    law = DATASETS[data]
     seconds = config.seconds
     full = prefill_bound_rate(model, law)
     num = num_requests(config)
@@ -115,7 +120,7 @@ def simulate_systems(
     served = simulation.simulate(
         simulation.stack(members),
         max_slots=settings.MAX_SLOTS,
-        head=HEAD,
+        head=HEAD_SIZE,
         until_s=seconds,
         keep_trace=True,
     )
@@ -150,20 +155,20 @@ def _read_tokens(
 NUM_DECODING = 3
 """Sequences that decode when the long prompts arrive."""
 _LATE_S = (0.35, 1.0)
-_SHORT = 256
+_SHORT_PROMPT = 256
 _LONG = 5000
 _ANSWER = 90
-_LAST = 30
+_LAST_ANSWER = 30
 
 
 def simulate_timeline(name: str, data: str, ways: Sequence[System]) -> Timeline:
     """Simulates the arrival of 2 long prompts while 3 sequences decode."""
     load = make_workload(
         np.array([0.0] * NUM_DECODING + [*_LATE_S]),
-        np.array([_SHORT] * NUM_DECODING + [_LONG] * 2),
-        np.array([_ANSWER] * NUM_DECODING + [_LAST] * 2),
+        np.array([_SHORT_PROMPT] * NUM_DECODING + [_LONG] * 2),
+        np.array([_ANSWER] * NUM_DECODING + [_LAST_ANSWER] * 2),
     )
-    members = [system.member(MODELS[name], DATA[data], load) for system in ways]
+    members = [system.member(MODELS[name], DATASETS[data], load) for system in ways]
     served = simulation.simulate(
         simulation.stack(members), max_slots=8, keep_trace=True
     )

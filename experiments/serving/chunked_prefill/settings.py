@@ -131,7 +131,7 @@ def _law(prompt: tuple[int, int], output: int, sigma: float, max_length: int) ->
     )
 
 
-DATA: Mapping[str, Pair] = {
+DATASETS: Mapping[str, Pair] = {
     "openchat": _law((1730, 5696), 415, 0.55, 8192),
     "arxiv": _law((7059, 12985), 208, 0.45, 16384),
 }
@@ -192,10 +192,10 @@ def chunked_and_mixed(budget: int) -> System:
 
 
 VLLM = System("vLLM", whole=True, first=True)
-ORCA = System("Orca", whole=True, reads_all_waiting=True, reserves_longest=True)
-SYSTEMS = (ORCA, VLLM, chunked_and_mixed(512), chunked_and_mixed(2048))
+ORCA_SYSTEM = System("Orca", whole=True, reads_all_waiting=True, reserves_longest=True)
+SYSTEMS = (ORCA_SYSTEM, VLLM, chunked_and_mixed(512), chunked_and_mixed(2048))
 ABLATION_BUDGET = 1024
-WAYS = (
+SCHEDULES = (
     System("prompts first", whole=True, first=True),
     System("mixed only", whole=True),
     System("chunks only", is_serialized=True, budget=ABLATION_BUDGET),
@@ -227,7 +227,7 @@ class Config:
     models: tuple[str, ...] = ("Yi-34B", "Mistral-7B")
     """Names in `MODELS`; the first also runs the schedule comparison."""
     data: tuple[str, ...] = ("openchat", "arxiv")
-    """Names in `DATA`; the first also runs the budget comparison."""
+    """Names in `DATASETS`; the first also runs the budget comparison."""
     shares: tuple[float, ...] = (0.04, 0.09, 0.15, 0.22, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
     """Rates of the capacity search, as shares of the rate at which prefill takes up
     all time; ascending."""
@@ -243,7 +243,7 @@ class Config:
     def __post_init__(self) -> None:
         """Validates the fields."""
         validation.among(self, "models", allowed_values=MODELS, minimum=1)
-        validation.among(self, "data", allowed_values=DATA, minimum=1)
+        validation.among(self, "data", allowed_values=DATASETS, minimum=1)
         validation.ascending(self, "shares", "budgets", minimum=2)
         validation.above(self, "shares", "share", "seconds")
         # Each decoding sequence needs a token of the budget.

@@ -125,10 +125,10 @@ class Result(ResultRecord):
     def both(self) -> dict[str, PolicyRecord]:
         """Both records by name of the policy."""
         records = (self.static, self.continuous)
-        return dict(zip(POLICIES, records, strict=True))
+        return dict(zip(DEMO_POLICIES, records, strict=True))
 
 
-POLICIES = {
+DEMO_POLICIES = {
     "static batching": scheduling.static(),
     "continuous batching": scheduling.fcfs(),
 }
@@ -144,7 +144,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     pages = -(-config.max_length // config.page_size)
     bounds = config.engine_config(config.max_slots * pages, config.max_length)
     served = []
-    for name, policy in POLICIES.items():
+    for name, policy in DEMO_POLICIES.items():
         server = Server(make_engine(model, bounds, policy=policy))
         update = progress.bar(name, num, "requests")
         compile_s = 0.0
@@ -223,7 +223,7 @@ def summary(result: Result) -> list[ReportPart]:
             f"{numbers['same_answers']} of {requests} answers are the same under both."
         )
     columns = dict(
-        zip(POLICIES, (numbers["static"], numbers["continuous"]), strict=True)
+        zip(DEMO_POLICIES, (numbers["static"], numbers["continuous"]), strict=True)
     )
     title = f"{requests} requests through {slots} slots, served twice"
     (sheet,) = metric_sheets(columns)

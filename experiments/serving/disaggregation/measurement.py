@@ -64,9 +64,9 @@ CLAIMS = claims_file(__file__)
 PANELS = (2, 1)
 PANEL_SIZE_INCHES = (6.8, 3.2)
 SWITCH = ("shares_served", True)
-WAYS = ("both phases", "either phase")
+PHASES = ("both phases", "either phase")
 NUM_WORKERS = 2
-BATCHES = (1, 2, 4, 8)
+BATCH_SIZES = (1, 2, 4, 8)
 """Batch sizes of the calibration."""
 
 
@@ -224,11 +224,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             sizes = np.array([*map(len, tokens)]), np.full(num, config.output_tokens)
             requests = RequestLoad(arrival_s, Lengths(*sizes))
             offered.append(OfferedLoad(rate, requests, tokens))
-        jobs = [(phases, load) for phases in WAYS for load in offered]
+        jobs = [(phases, load) for phases in PHASES for load in offered]
         answers: list[list[RoutedAnswer]] = []
         for phases, load in progress.track(jobs, "loads", "serving"):
-            other = config.token_budget if phases == WAYS[0] else config.decode_budget
-            roles = ("decode" if phases == WAYS[0] else "prefill", "decode")
+            other = config.token_budget if phases == PHASES[0] else config.decode_budget
+            roles = ("decode" if phases == PHASES[0] else "prefill", "decode")
             budgets = (config.token_budget, other)
             with _service(config, folder, roles, budgets) as service:
                 answers.append(asyncio.run(_serve(config, load, service)))
@@ -286,7 +286,7 @@ async def _calibrated(
     max_prompt = config.prompt_tokens
     sizes = [max_prompt // 4, max_prompt // 2, max_prompt]
     sizes = [x for x in sizes for _ in range(config.repeats + 1)]
-    batches = [x for x in BATCHES if x <= config.max_slots]
+    batches = [x for x in BATCH_SIZES if x <= config.max_slots]
     sizes += [max_prompt // 2] * (config.repeats * sum(batches))
     # Prompts are cut before the clock starts, so that this process is idle then.
     ready = iter(_prompts(loaded, sizes, rng))
@@ -379,7 +379,7 @@ def _simulated(
     until_s = 10 * config.seconds
     slots: Any = {"max_slots": config.max_slots}
     timings: list[RequestTiming]
-    if phases == WAYS[0]:
+    if phases == PHASES[0]:
         turns = [
             select_requests(load.requests, slice(i, None, NUM_WORKERS))
             for i in range(NUM_WORKERS)
@@ -432,7 +432,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             yield measured(id, row[name], published=simulated, differs=True, **words)
 
 
-SYSTEMS = dict(zip(WAYS, ("both phases", "split"), strict=True))
+SYSTEMS = dict(zip(PHASES, ("both phases", "split"), strict=True))
 """Labels of the placements in figures."""
 
 
@@ -455,9 +455,9 @@ def plot(axes: Any, result: Result) -> None:
             if len(subset):
                 last[phases] = float(curves[f"{phases}, 90 %"][0][-1])
         title = f"Times of the {words} by rate"
-        if len(last) == len(WAYS):
+        if len(last) == len(PHASES):
             shown = [
-                f"{last[phases]:,.2g} {'s' if unit == 1 else 'ms'}" for phases in WAYS
+                f"{last[phases]:,.2g} {'s' if unit == 1 else 'ms'}" for phases in PHASES
             ]
             title = f"{words.capitalize()}, 90 %, at {max(result.loads.rate):.2g} "
             title += f"requests/s: {shown[0]} combined, {shown[1]} disaggregated"

@@ -18,12 +18,12 @@ from jaxkv.simulation import Capacity, SimulationMember
 from jaxkv.workloads import make_workload, md1_waiting_s, poisson
 from scaling.costs import linear_cost
 
-PROMPT = 512
+PROMPT_LENGTH = 512
 SERVICE_S = 0.1
 """D, close to the 96 ms of DistServe's fit for 512 tokens of OPT-13B."""
 SPEED_UP = 1.5
 """K for a tensor-parallel degree of 2; the paper plots 1.3 to 1.9."""
-MACHINES = ("one", "two tensor ways", "two pipeline stages")
+MACHINE_NAMES = ("one", "two tensor ways", "two pipeline stages")
 STEPS_PER_CALL = 4096
 MEMBERS_PER_CALL = 512
 WARM_UP = 1 / 16
@@ -47,8 +47,8 @@ class QueueTimes(ResultRecord):
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row per machine and load."""
         rate, *values = field_values(self).values()
-        machines = np.repeat(MACHINES, len(rate))
-        rates = np.tile(rate, len(MACHINES))
+        machines = np.repeat(MACHINE_NAMES, len(rate))
+        rates = np.tile(rate, len(MACHINE_NAMES))
         names = ("machine", "rate_per_s", *[*self.columns()][1:])
         columns = (machines, rates, *(x.ravel() for x in values))
         return to_rows(dict(zip(names, columns, strict=True)))
@@ -61,7 +61,7 @@ def formula_s(machine: str, rate: float) -> float:
     s.
 
     Args:
-      machine: one of `MACHINES`.
+      machine: one of `MACHINE_NAMES`.
       rate: requests/s.
 
     Source: Zhong et al. 2024, arXiv:2401.09670, section 3.1, equations 1 to 3.
@@ -97,9 +97,9 @@ def simulate_queues(config: Config, progress: Progress = QUIET) -> QueueTimes:
     stages = _serve(_serve(came, stage_s, progress), stage_s, progress)
     first = round(WARM_UP * num)
     means = [np.mean((x - came)[:, first:], axis=1) for x in (one, tensor, stages)]
-    waits = np.stack(means).reshape(len(MACHINES), len(loads), config.queue_seeds)
+    waits = np.stack(means).reshape(len(MACHINE_NAMES), len(loads), config.queue_seeds)
     rates = np.array(loads) / SERVICE_S
-    formulas = np.array([[formula_s(x, r) for r in rates] for x in MACHINES])
+    formulas = np.array([[formula_s(x, r) for r in rates] for x in MACHINE_NAMES])
     shortest = np.array([SERVICE_S, SERVICE_S / SPEED_UP, SERVICE_S])
     return QueueTimes(
         rate=rates,
@@ -115,9 +115,11 @@ def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray
     one = np.ones(came.shape[1], np.int32)
     members = [
         SimulationMember(
-            workload=make_workload(arrival_s, PROMPT * one, one),
+            workload=make_workload(arrival_s, PROMPT_LENGTH * one, one),
             capacity=Capacity.of(
-                num_pages=PROMPT, max_length=PROMPT + 1, token_budget=PROMPT
+                num_pages=PROMPT_LENGTH,
+                max_length=PROMPT_LENGTH + 1,
+                token_budget=PROMPT_LENGTH,
             ),
             policy=scheduling.fcfs(),
             cost=linear_cost((service_s, 0.0, 0.0), (0.0,) * 3, scale=1.0),

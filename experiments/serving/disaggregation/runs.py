@@ -22,7 +22,7 @@ from jaxkv.simulation import (
 )
 from jaxkv.workloads import Objectives, time_per_output_token_s, time_to_first_token_s
 
-SHARE = 0.9
+ATTAINED_SHARE = 0.9
 """Share of requests that must meet the latency objectives."""
 QUICK_S = 0.03
 """Upper bound on a transfer in the paper."""
@@ -85,7 +85,9 @@ def judge_load(
     gap_s = time_per_output_token_s(a.first_s, a.finish_s, a.output)[came]
     tails = [
         # Requests without an answer count as the slowest.
-        float(np.quantile(np.nan_to_num(x, nan=np.inf), SHARE, method="higher"))
+        float(
+            np.quantile(np.nan_to_num(x, nan=np.inf), ATTAINED_SHARE, method="higher")
+        )
         for x in (first_s, gap_s)
     ]
     attainment = workloads.attainment(
@@ -197,7 +199,9 @@ def goodput_per_gpu(loads: PlacementLoads, field: str = "attained") -> float:
     """Returns the rate per GPU at which 90 % of the requests meet the objectives."""
     order = np.argsort(loads.rate_per_card)
     attainments = getattr(loads, field)[order]
-    return workloads.goodput(loads.rate_per_card[order], attainments, share=SHARE)
+    return workloads.goodput(
+        loads.rate_per_card[order], attainments, share=ATTAINED_SHARE
+    )
 
 
 def goodput_per_objective(loads: PlacementLoads) -> float:

@@ -115,22 +115,28 @@ CODE = _law((171.3, 98.2), (6.0, 2.0))
 SUMMARIES = _law((1738.3, 90.7), (40.0, 2.0))
 """LongBench; nearly all prompts have OPT's longest length."""
 
-_CHAT = "section 6.2: chat, over all models"
-_CODE = "section 6.2: code completion"
-_SUMMARIES = "section 6.2: summaries"
+_CHAT_SOURCE = "section 6.2: chat, over all models"
+_CODE_SOURCE = "section 6.2: code completion"
+_SUMMARIES_SOURCE = "section 6.2: summaries"
 
 APPLICATIONS: dict[str, Application] = {
     "chat, 13B": Application(
-        "opt-13b", CHAT, Objectives(0.25, 0.1), 1, (1, 2, 4), (2.0, 4.6), _CHAT
+        "opt-13b", CHAT, Objectives(0.25, 0.1), 1, (1, 2, 4), (2.0, 4.6), _CHAT_SOURCE
     ),
     "chat, 66B": Application(
-        "opt-66b", CHAT, Objectives(2.5, 0.15), 4, (4, 8), (2.0, 4.6), _CHAT
+        "opt-66b", CHAT, Objectives(2.5, 0.15), 4, (4, 8), (2.0, 4.6), _CHAT_SOURCE
     ),
     "code, 66B": Application(
-        "opt-66b", CODE, Objectives(0.125, 0.2), 4, (4, 8), (5.7, 5.7), _CODE
+        "opt-66b", CODE, Objectives(0.125, 0.2), 4, (4, 8), (5.7, 5.7), _CODE_SOURCE
     ),
     "summaries, 66B": Application(
-        "opt-66b", SUMMARIES, Objectives(15.0, 0.15), 4, (4, 8), (4.3, 4.3), _SUMMARIES
+        "opt-66b",
+        SUMMARIES,
+        Objectives(15.0, 0.15),
+        4,
+        (4, 8),
+        (4.3, 4.3),
+        _SUMMARIES_SOURCE,
     ),
 }
 EXAMPLE = "example, 13B"

@@ -13,7 +13,11 @@ import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.disaggregation import queues, runs, settings
-from experiments.serving.disaggregation.queues import MACHINES, SERVICE_S, QueueTimes
+from experiments.serving.disaggregation.queues import (
+    MACHINE_NAMES,
+    SERVICE_S,
+    QueueTimes,
+)
 from experiments.serving.disaggregation.runs import Goodputs, PlacementLoads
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv import report
@@ -153,7 +157,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     error_shares = (line.error_s / line.waiting_s).max(1)
     words: dict[str, Any] = {"low": line.rate.min(), "high": line.rate.max()}
     words["service"] = SERVICE_S
-    for machine, max_off, error in zip(MACHINES, off, error_shares, strict=True):
+    for machine, max_off, error in zip(MACHINE_NAMES, off, error_shares, strict=True):
         yield measured(
             "queue", 100 * max_off, machine=machine, error=100 * error, **words
         )
@@ -208,12 +212,12 @@ def summary(result: Result) -> list[ReportPart]:
     ]
 
 
-ROLES = {"both": "both phases", "prefill": "prefill only"}
-ROLES |= {"decode": "decode only", "split": "split"}
+ROLE_NAMES = {"both": "both phases", "prefill": "prefill only"}
+ROLE_NAMES |= {"decode": "decode only", "split": "split"}
 """Labels of the roles in figures."""
 
 
-RATES = "load [requests/s per GPU]"
+RATE_LABEL = "load [requests/s per GPU]"
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -243,7 +247,7 @@ def _draw_tail(
     sustained = {}
     for loads in filter(len, lines):
         values = getattr(loads, field)
-        name = ROLES[loads.role[0]]
+        name = ROLE_NAMES[loads.role[0]]
         values = np.where(np.isfinite(values), values, np.nan)
         draw_curve(ax, loads.rate_per_card, values, name, name)
         sustained[name] = float(loads.rate_per_card[values <= goal].max(initial=0.0))
@@ -252,7 +256,7 @@ def _draw_tail(
     if sustained:
         best_name = max(sustained, key=lambda name: sustained[name])
         title += f": {best_name} has most load within the objective"
-    set_labels(ax, title, RATES, label, ylim=(0, 3 * goal))
+    set_labels(ax, title, RATE_LABEL, label, ylim=(0, 3 * goal))
     ax.set_xlim(left=0)
     ax.legend()
 
@@ -261,10 +265,12 @@ def _draw_attained(
     ax: Any, lines: list[PlacementLoads], goodput: dict[str, Any] | None
 ) -> None:
     for loads in filter(len, lines):
-        name = ROLES[loads.role[0]]
+        name = ROLE_NAMES[loads.role[0]]
         x = loads.rate_per_card
         draw_curve(ax, x, 100 * loads.attained, name, name)
-    draw_reference_line(ax, KEPT, f"{KEPT} % of the requests")
+    draw_reference_line(
+        ax, ATTAINMENT_PERCENT, f"{ATTAINMENT_PERCENT} % of the requests"
+    )
     title = "Requests that keep both objectives"
     if goodput:
         title = (
@@ -272,12 +278,12 @@ def _draw_attained(
         )
         title += f"together, {goodput['split_per_card_per_s']:.2g} split"
     y = "objectives kept [%]"
-    set_labels(ax, title, RATES, y, ylim=(0, 104))
+    set_labels(ax, title, RATE_LABEL, y, ylim=(0, 104))
     ax.set_xlim(left=0)
     ax.legend()
 
 
-KEPT = 90
+ATTAINMENT_PERCENT = 90
 """Percentage of requests that must meet the objectives."""
 
 
@@ -334,7 +340,7 @@ MACHINE_COLORS = (BLACK, ORANGE, GREEN)
 
 def _draw_queues(ax: Any, queue_times: QueueTimes) -> None:
     speeds = (1, queues.SPEED_UP, 2)
-    machines = zip(MACHINES, speeds, MACHINE_COLORS, "osv", strict=True)
+    machines = zip(MACHINE_NAMES, speeds, MACHINE_COLORS, "osv", strict=True)
     off = [0.0]
     for i, (machine, speed_up, color, marker) in enumerate(machines):
         rates = np.linspace(0.01, 0.93, 200) * speed_up / SERVICE_S

@@ -28,7 +28,7 @@ from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, column, to_rows
 from pallas_kernels import devices
-from pallas_kernels.flash_attention import TILE, flash_attention
+from pallas_kernels.flash_attention import QUERY_TILE, flash_attention
 from pallas_kernels.paged_attention import PagedKV, RowView, paged_attention
 
 
@@ -225,7 +225,7 @@ def metrics(result: Result) -> dict[str, Any]:
         "plain / tiles, memory": plain.temporary_bytes / flash.temporary_bytes,
         "error, plain": plain.error,
         "error, tiles": flash.error,
-        "pieces of work, prompt": -(-result.length // TILE) * result.num_q_heads,
+        "pieces of work, prompt": -(-result.length // QUERY_TILE) * result.num_q_heads,
     }
     one = {
         "tokens seen": result.context,

@@ -37,7 +37,7 @@ class Polynomial(NamedTuple):
 
 type PolynomialPair = tuple[Polynomial, Polynomial]
 """All FLOPs, and the FLOPs of attention scores and values."""
-FLOPS = ("without_flops", "with_flops", "text_without_flops", "text_with_flops")
+FLOP_COLUMNS = ("without_flops", "with_flops", "text_without_flops", "text_with_flops")
 """Keys in metrics, for a token and for a text."""
 
 
@@ -55,7 +55,7 @@ class FlopCounts(ResultRecord):
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row per length, for JSON."""
         totals = self.total_flops
-        columns = zip(FLOPS, (*self.token_flops, *totals), strict=True)
+        columns = zip(FLOP_COLUMNS, (*self.token_flops, *totals), strict=True)
         ratio = {"text_ratio": totals[0] / totals[1]}
         return to_rows({"tokens": self.length} | dict(columns) | ratio)
 

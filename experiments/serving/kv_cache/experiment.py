@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import make_benchmark_config, time_call
 from experiments.serving.kv_cache import counting
-from experiments.serving.kv_cache.counting import FLOPS, FlopCounts
+from experiments.serving.kv_cache.counting import FLOP_COLUMNS, FlopCounts
 from jaxkv import decoding, validation
 from jaxkv.files import model_folder
 from jaxkv.models import (
@@ -52,7 +52,7 @@ from scaling.shapes import load_shape
 RASCHKA_TOKENS = 200
 FEW_TOKENS = 512
 """Below, the overhead of a call exceeds the time of its operations."""
-WAYS = ("without a cache", "with a cache")
+CACHE_METHODS = ("without a cache", "with a cache")
 PAGE_SIZE = 16
 
 
@@ -171,7 +171,7 @@ def summary(result: Result) -> list[ReportPart]:
         cells = [
             (
                 format_number(row["tokens"]),
-                *(format_flops(row[key]) for key in FLOPS),
+                *(format_flops(row[key]) for key in FLOP_COLUMNS),
                 format_number(row["text_ratio"]),
             )
             for row in counted.rows()
@@ -189,7 +189,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     without, cached = counting.growth_exponents(other.total_flops, other.length)
     words: dict[str, Any] = {"without": without, "cached": cached, "model": other.name}
     words |= {"before": other.length[-2], "last": other.length[-1]}
-    for power, method, slope in zip((3, 2), WAYS, attention, strict=True):
+    for power, method, slope in zip((3, 2), CACHE_METHODS, attention, strict=True):
         yield measured("growth", slope, power=power, way=method, **words)
     if timed.length.size < 2:
         return

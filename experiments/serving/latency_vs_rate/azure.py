@@ -39,11 +39,11 @@ from scaling import shapes
 from scaling.costs import PAGE_SIZE, find_device, max_kv_pages
 
 TRACES = ("azure_conv", "azure_code")
-FOLDER = "JAXKV_DATA"
+DATA_VARIABLE = "JAXKV_DATA"
 """Environment variable with the folder that contains `traces/`."""
 
 MAX_SLOTS = 256
-HEAD = 16
+HEAD_SIZE = 16
 BUDGET = 2048
 """Token budget of a step; chunked prefill shares it with decoding."""
 MAX_LENGTH = 1 << 14
@@ -112,15 +112,17 @@ def find_recording(trace: str) -> Path:
     Raises:
       ValueError: JAXKV_DATA is not set, or its folder has no such file.
     """
-    folder = os.environ.get(FOLDER)
+    folder = os.environ.get(DATA_VARIABLE)
     if not folder:
         raise ValueError(
-            f"{FOLDER} names no folder: replays need its traces/{trace}.csv, and are "
-            "skipped without"
+            f"{DATA_VARIABLE} names no folder: replays need its traces/{trace}.csv, "
+            "and are skipped without"
         )
     path = Path(folder) / "traces" / f"{trace}.csv"
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file; {FOLDER} names its folder")
+        raise ValueError(
+            f"{path}: there is no such file; {DATA_VARIABLE} names its folder"
+        )
     return path
 
 
@@ -142,7 +144,10 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
             for name, num in config.cases
         ]
         served = simulation.simulate(
-            simulation.stack(members), max_slots=MAX_SLOTS, head=HEAD, progress=progress
+            simulation.stack(members),
+            max_slots=MAX_SLOTS,
+            head=HEAD_SIZE,
+            progress=progress,
         )
         if progress.stopped:  # before every request was answered
             break

@@ -18,7 +18,7 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, Sheet, metric_sheets, row_sheet
 from jaxkv.workloads import load_ratio
 
-BEYOND = 2.0
+MAX_RATE_RATIO = 2.0
 """End of the rate search of a system that sustains all rates of the published axis, as
 a multiple of the axis."""
 
@@ -79,7 +79,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
         panel = published.PANELS[name]
         progress.show(f"figure {name}: {panel.title}")
         setting = panel.setting()
-        max_rate = BEYOND * panel.axis
+        max_rate = MAX_RATE_RATIO * panel.axis
         seconds = 3600 * panel.hours * config.hours_share
         panel_rows = runs.explore_rates(
             setting,
@@ -127,13 +127,13 @@ def summary(result: list[Row]) -> list[ReportPart]:
         cells = {system: x.text for system, x in loads.items()}
         for system in curves.keys() - {"paged"} if "paged" in curves else ():
             if loads[system].relation == "is":
-                ratio = load_ratio(curves["paged"], curves[system], runs.BOUND)
+                ratio = load_ratio(curves["paged"], curves[system], runs.LATENCY_BOUND)
                 cells[system] += f" ({ratio:.2f})"
         row_cells = [cells.get(system, "-") for system in settings.SYSTEMS]
         capacities.append((name, published.PANELS[name].title, *row_cells))
     return [
         Sheet(
-            f"requests/s at {runs.BOUND} s a token",
+            f"requests/s at {runs.LATENCY_BOUND} s a token",
             ("figure", "load", *settings.SYSTEMS),
             capacities,
             "In brackets: load of the paged system as a multiple.",
@@ -173,14 +173,14 @@ def plot(axes: Any, result: list[Row]) -> None:
         oracle = loads.get(published.ORACLE)
         if "paged" in loads and oracle is not None and oracle.relation == "is":
             both = curves["paged"], curves[published.ORACLE]
-            gain = f"{load_ratio(*both, runs.BOUND):.1f} times the load"
+            gain = f"{load_ratio(*both, runs.LATENCY_BOUND):.1f} times the load"
             prefix = "" if loads["paged"].relation == "is" else "at least "
             title = f"{name}, {panel.title}: {prefix}{gain} of {published.ORACLE}"
             ax.set_title(title)
         ax.set_xlim(0, panel.axis)
         ax.legend()
     last = runs.group_rows(axis_end_rows(result), "panel")
-    for name, printed in published.BATCHES.items():
+    for name, printed in published.FIGURE_BATCHES.items():
         if selected := [x for x in last.get(name, ()) if x["system"] in printed]:
             _batches(next(free), name, selected)
     for ax in free:
@@ -189,7 +189,7 @@ def plot(axes: Any, result: list[Row]) -> None:
 
 def _batches(ax: Any, name: str, rows: list[Row]) -> None:
     """Draws bars of the simulated and, in grey, of the published batch sizes."""
-    reference = published.BATCHES[name]
+    reference = published.FIGURE_BATCHES[name]
     systems = [row["system"] for row in rows]
     for i, row in enumerate(rows):
         system = row["system"]

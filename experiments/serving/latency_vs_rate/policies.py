@@ -30,7 +30,7 @@ from jaxkv.workloads import (
 )
 
 MAX_SLOTS = 128
-HEAD = 511
+HEAD_SIZE = 511
 POLICIES: dict[str, Policy] = {
     "first come first served": scheduling.fcfs(),
     "shortest remaining, predicted": scheduling.shortest_remaining(),
@@ -156,7 +156,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         served = simulation.simulate(
             simulation.stack([SimulationMember(policy_load, capacity, policy, cost)]),
             max_slots=MAX_SLOTS,
-            head=HEAD,
+            head=HEAD_SIZE,
             progress=progress,
         )
         if progress.stopped:  # before every request was answered

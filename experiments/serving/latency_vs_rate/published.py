@@ -10,13 +10,13 @@ import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.latency_vs_rate import runs, settings
-from experiments.serving.latency_vs_rate.runs import BOUND, BOUNDS, Row
+from experiments.serving.latency_vs_rate.runs import LATENCY_BOUND, LATENCY_RANGE, Row
 from jaxkv.workloads import LatencyCurve, load_ratio, load_ratios
 
 CLAIMS = claims_file(__file__)
-PAPER, STEP, SHAPE = map(CLAIMS.text, ("paper", "step", "shape"))
+PAPER, STEP, CURVE_SHAPE = map(CLAIMS.text, ("paper", "step", "shape"))
 SCALED, BEAMS = map(CLAIMS.text, ("scaled", "beams"))
-BATCHES: Mapping[str, Mapping[str, float]] = CLAIMS.published("batch")
+FIGURE_BATCHES: Mapping[str, Mapping[str, float]] = CLAIMS.published("batch")
 """Batch sizes at 2 and 30 requests/s: figure 13."""
 ORACLE = "Orca (Oracle)"
 
@@ -26,7 +26,7 @@ class Panel(NamedTuple):
 
     Attributes:
       server: a key of `settings.MACHINES`.
-      data: a key of `settings.DATA`.
+      data: a key of `settings.DATASETS`.
       axis: end of the rate axis in requests/s.
       kind: decoding of a request.
       width: sequences of a request.
@@ -67,7 +67,7 @@ class Panel(NamedTuple):
         """
         longer = beam_pool_factor(self.width) if self.kind == "beams" else 1.0
         server = settings.MACHINES[self.server]
-        return runs.Setting(server, settings.DATA[self.data], self.width, longer)
+        return runs.Setting(server, settings.DATASETS[self.data], self.width, longer)
 
 
 def beam_pool_factor(width: int) -> float:
@@ -144,7 +144,7 @@ def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
     for row in axis_end_rows(rows):
         panel = PANELS[row["panel"]]
         system = row["system"]
-        printed = BATCHES.get(row["panel"], {}).get(system)
+        printed = FIGURE_BATCHES.get(row["panel"], {}).get(system)
         if printed is None:
             continue
         is_alpaca = panel.data == "Alpaca"
@@ -159,7 +159,7 @@ def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
             system_name=name_in_sentence(system),
             letter="ab"[is_alpaca],
             step=STEP if system == "paged" else "",
-            shape=SHAPE if is_alpaca else "",
+            shape=CURVE_SHAPE if is_alpaca else "",
         )
     yield from _figure_14(full_panels)
 
@@ -168,7 +168,7 @@ type Panels = Mapping[str, Mapping[str, LatencyCurve]]
 
 
 def _ratio(systems: Mapping[str, LatencyCurve], other: str = ORACLE) -> float:
-    return load_ratio(systems["paged"], systems[other], BOUND)
+    return load_ratio(systems["paged"], systems[other], LATENCY_BOUND)
 
 
 def _ratios(panels: Panels, other: str) -> list[float]:
@@ -177,7 +177,7 @@ def _ratios(panels: Panels, other: str) -> list[float]:
         ratio
         for x in panels.values()
         if other in x
-        for ratio in load_ratios(x["paged"], x[other], BOUNDS).tolist()
+        for ratio in load_ratios(x["paged"], x[other], LATENCY_RANGE).tolist()
     ]
 
 
@@ -192,12 +192,17 @@ def _figure_12(curves: Panels) -> Iterator[MeasuredValue]:
                     other=other,
                     panel=panel,
                     load=PANELS[panel].title,
-                    note=f"At {BOUND} s a token. {SCALED if panel == '12c' else ''}",
+                    note=f"At {LATENCY_BOUND} s a token. "
+                    f"{SCALED if panel == '12c' else ''}",
                 )
     if ratios := _ratios(shared, "Orca (Max)"):
         models = ", ".join(PANELS[x].server for x in shared)
         yield measured(
-            "orca_max", max(ratios), low=BOUNDS[0], high=BOUNDS[1], models=models
+            "orca_max",
+            max(ratios),
+            low=LATENCY_RANGE[0],
+            high=LATENCY_RANGE[1],
+            models=models,
         )
     plain = {name: curves[name] for name in curves if name.startswith("12")}
     if ratios := _ratios(plain, "FasterTransformer"):
@@ -225,7 +230,7 @@ def _figure_14(curves: Panels) -> Iterator[MeasuredValue]:
                 _ratio(curves[panel]),
                 panel=panel,
                 load=PANELS[panel].title,
-                bound=BOUND,
+                bound=LATENCY_BOUND,
                 beams=BEAMS if panel == "14f" else "",
             )
     for letters, kind in (("abc", "samples"), ("def", "beams")):

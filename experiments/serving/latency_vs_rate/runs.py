@@ -34,11 +34,11 @@ at least. Requests without an answer by then count with the elapsed time, a lowe
 their latency is far above the plotted range."""
 MAX_SLOTS = 256
 """Largest batch, vLLM's default."""
-HEAD = 16
+HEAD_SIZE = 16
 """Waiting requests that a policy sees."""
-BOUNDS = (0.1, 0.9)
+LATENCY_RANGE = (0.1, 0.9)
 """Normalised latencies in s/token between which published curves were compared."""
-BOUND = 0.5
+LATENCY_BOUND = 0.5
 """Normalised latency in s/token at which sustained loads are compared."""
 
 type Row = dict[str, Any]
@@ -102,7 +102,7 @@ def serve_at_rates(
             max_slots=slots,
             max_samples=groups,
             # A static batch is as large as the number of slots.
-            head=None if kind == ("FasterTransformer",) else min(HEAD, slots),
+            head=None if kind == ("FasterTransformer",) else min(HEAD_SIZE, slots),
             until_s=requests.seconds + max(PATIENCE * requests.seconds, PATIENCE_S),
             progress=progress,
         )
@@ -146,14 +146,14 @@ def make_member(
     if system == "FasterTransformer":
         return single._replace(policy=scheduling.static())
     reservation = simulation.reservation(
-        _RULES[system],
+        _RULE_OF_SYSTEM[system],
         num_leaves=pages,
         leaves_per_region=settings.MAX_LENGTH // settings.PAGE_SIZE,
     )
     return single._replace(reservation=reservation)
 
 
-_RULES: Mapping[System, Rule] = {
+_RULE_OF_SYSTEM: Mapping[System, Rule] = {
     "Orca (Max)": "max",
     "Orca (Pow2)": "pow2",
     "Orca (Oracle)": "oracle",
@@ -240,9 +240,9 @@ def explore_rates(
         for system, curve in latency_curves(all_rows).items():
             if system in near:
                 continue
-            if (curve.latency > BOUNDS[1]).any():
+            if (curve.latency > LATENCY_RANGE[1]).any():
                 near.add(system)
-                rates[system] = choose_rates(curve, BOUNDS, num_near).tolist()
+                rates[system] = choose_rates(curve, LATENCY_RANGE, num_near).tolist()
             elif curve.rates[-1] < max_rate:
                 more = np.linspace(curve.rates[-1], max_rate, num_near + 1)[1:]
                 rates[system] = more.tolist()
@@ -267,8 +267,11 @@ def latency_curves(rows: list[Row]) -> dict[System, LatencyCurve]:
 
 
 def sustained_loads(rows: list[Row]) -> dict[System, SustainedRate]:
-    """Returns the load that each system sustains at `BOUND`."""
-    return {name: sustained_rate(x, BOUND) for name, x in latency_curves(rows).items()}
+    """Returns the load that each system sustains at `LATENCY_BOUND`."""
+    return {
+        name: sustained_rate(x, LATENCY_BOUND)
+        for name, x in latency_curves(rows).items()
+    }
 
 
 def sustained_rows(rows: list[Row]) -> list[Row]:

@@ -32,7 +32,7 @@ ORCAS = SYSTEMS[1:4]
 MAX_LENGTH = 2048
 """Longest sequence of OPT in tokens."""
 
-DATA: Mapping[str, Pair] = {
+DATASETS: Mapping[str, Pair] = {
     "ShareGPT": SHAREGPT,
     "Alpaca": ALPACA,
 }

@@ -19,7 +19,7 @@ from jaxkv.plotting import (
 )
 
 CLAIMS = claims_file(__file__)
-BATCHES = published.BATCHES["12a"]
+FIGURE_BATCHES = published.FIGURE_BATCHES["12a"]
 """Batch sizes: figure 13a."""
 SYSTEMS = settings.SYSTEMS[1:]
 """Systems with continuous batching."""

@@ -22,7 +22,12 @@ from experiments.serving.latency_vs_rate.published import (
     batch_tolerance,
     name_in_sentence,
 )
-from experiments.serving.memory_waste.drawing import BATCHES, CLAIMS, SYSTEMS, USES
+from experiments.serving.memory_waste.drawing import (
+    CLAIMS,
+    FIGURE_BATCHES,
+    SYSTEMS,
+    USES,
+)
 from experiments.serving.memory_waste.drawing import plot as plot
 from jaxkv import simulation, validation
 from jaxkv.progress import QUIET, Progress
@@ -121,7 +126,7 @@ class Result(ResultRecord):
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates the load with every system."""
     server = settings.SERVERS["13B"]
-    setting = runs.Setting(server, settings.DATA["ShareGPT"])
+    setting = runs.Setting(server, settings.DATASETS["ShareGPT"])
     loads = [
         runs.draw_load(setting.law, config.rate, 3600 * config.hours, seed)
         for seed in range(config.num_seeds)
@@ -172,7 +177,7 @@ def _serve(
             ]
         ),
         max_slots=max(setting.slots(system) for system, *_ in cases),
-        head=runs.HEAD,
+        head=runs.HEAD_SIZE,
         since_s=config.warm_up_s,
         until_s=3600 * config.hours,
         progress=progress,
@@ -242,7 +247,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             # Pages are reserved for at most one token ahead; no page is external.
             yield measured("within", (shares[1:3] / shares[:3].sum() * 100).sum())
     batch = dict(zip(names, result.waste.batch.mean(axis=1), strict=True))
-    for system, published in BATCHES.items():
+    for system, published in FIGURE_BATCHES.items():
         yield measured(
             "batch",
             batch[system],
@@ -279,7 +284,7 @@ def summary(result: Result) -> list[ReportPart]:
     uses = {use: _spreads(100 * waste.uses[:, :, k]) for k, use in enumerate(USES)}
     served = {
         "requests at once": _spreads(waste.batch),
-        "paper's": [f"{BATCHES[name]:.2f}" for name in names],
+        "paper's": [f"{FIGURE_BATCHES[name]:.2f}" for name in names],
         "step": _seconds(waste),
         "answered": _counts(waste.num_answered),
         "preempted": _counts(waste.num_preempted),

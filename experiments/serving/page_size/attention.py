@@ -274,8 +274,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 
 
 DASHES = ("-", "--", ":", "-.")
-COLORS = (5, 6, 3, 1)
-MARKS = "os^d"
+COLOR_INDICES = (5, 6, 3, 1)
+MARKERS = "os^d"
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -285,7 +285,9 @@ def plot(axes: Any, result: Result) -> None:
     latency = result.latency
     batches = latency.distinct("batch")
     contexts = latency.distinct("context")
-    looks = dict(zip(batches, itertools.cycle(zip(COLORS, MARKS, strict=True))))
+    looks = dict(
+        zip(batches, itertools.cycle(zip(COLOR_INDICES, MARKERS, strict=True)))
+    )
     for row in latency.rows():
         batch = row["batch"]
         context = row["context"]

@@ -22,7 +22,7 @@ from jaxkv.simulation import SimulationMember
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}
 LOADED: Mapping[str, float] = {"ShareGPT": 1.7, "Alpaca": 25.0}
 """Requests/s at which latencies are compared, close to the sustained rate."""
-FULL: Mapping[str, float] = {"ShareGPT": 2.2, "Alpaca": 60.0}
+OVERLOAD_RATES: Mapping[str, float] = {"ShareGPT": 2.2, "Alpaca": 60.0}
 """Requests/s above the sustained rate, at which memory is full."""
 BEST: Mapping[str, tuple[int, int]] = {"ShareGPT": (16, 128), "Alpaca": (16, 32)}
 """Best page sizes in figure 18b."""
@@ -82,12 +82,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     seed = config.seed
     server = settings.SERVERS["13B"]
     rows = []
-    for data, law in settings.DATA.items():
+    for data, law in settings.DATASETS.items():
         if progress.stopped:
             break
         progress.show(f"{data}, pages of every size")
-        load = runs.draw_load(law, FULL[data], seconds, seed)
-        cases = [(r, s) for r in (LOADED[data], FULL[data]) for s in page_sizes]
+        load = runs.draw_load(law, OVERLOAD_RATES[data], seconds, seed)
+        cases = [
+            (r, s) for r in (LOADED[data], OVERLOAD_RATES[data]) for s in page_sizes
+        ]
         places = server.num_places
         cost = settings.step_time(server)
         members = [
@@ -102,7 +104,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         served = simulation.simulate(
             simulation.stack(members),
             max_slots=SLOTS[data],
-            head=runs.HEAD,
+            head=runs.HEAD_SIZE,
             since_s=seconds / 4,  # until then memory fills
             until_s=seconds,
             progress=progress,
@@ -128,7 +130,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     places = settings.SERVERS["13B"].num_places
     for data in result.serving.distinct("data"):
         rows = result.serving.where(data=data, rate=LOADED[data])
-        law = settings.DATA[data]
+        law = settings.DATASETS[data]
         sizes, latency, (low, high) = rows.page_size, rows.normalised_s, BEST[data]
         mask_by_id = {"best": (sizes >= low) & (sizes <= high), "larger": sizes > high}
         words: dict[str, Any] = {"data": data, "low": low, "high": high}
@@ -136,7 +138,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             if selected.any():
                 slowest = float(latency[selected].max() / latency.min())
                 yield measured(id, slowest, rate=LOADED[data], **words)
-        rows = result.serving.where(data=data, rate=FULL[data])
+        rows = result.serving.where(data=data, rate=OVERLOAD_RATES[data])
         # Both sources count before the tokens of a step are written, the simulator
         # after.
         written = rows.batch / places
@@ -144,7 +146,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         unused = 100 * (rows.unused + written)
         for i, size in enumerate(rows.page_size.astype(int).tolist()):
             words = {"data": data, "size": size}
-            yield measured("tokens", float(tokens[i]), rate=FULL[data], **words)
+            yield measured(
+                "tokens", float(tokens[i]), rate=OVERLOAD_RATES[data], **words
+            )
             if size in (16, 128) and size < law.prompt.mean + law.output.mean:
                 half = 100 * float(rows.batch[i]) * (size + 1) / 2 / places
                 yield measured("half", float(unused[i]), published=half, **words)
@@ -168,7 +172,7 @@ def plot(axes: Any, result: Result) -> None:
             times = y.max() / y.min()
             at = int(rows.page_size[y.argmax()])
             worst = (data, at, times) if times > worst[2] else worst
-        rows = result.serving.where(data=data, rate=FULL[data])
+        rows = result.serving.where(data=data, rate=OVERLOAD_RATES[data])
         reference = CLAIMS.published("tokens")[data]
         look = {"linestyle": ":", "linewidth": 1, "markersize": 3}
         label = "an earlier simulation" if data == "Alpaca" else ""

@@ -8,11 +8,11 @@ from experiments.serving.page_tables.frames import Frames
 from jaxkv import plotting
 from jaxkv.memory import NO_PAGE
 from jaxkv.plotting import (
+    BOX_GREY,
     COPY,
     GHOST,
-    GREY,
-    INK,
-    SMALL,
+    SMALL_FONT,
+    TEXT_COLOR,
     Box,
     draw_frame,
     draw_rectangle,
@@ -25,11 +25,11 @@ from jaxkv.plotting import (
 _LABEL = 0.55
 _THIN = 0.06
 """Widths: of the labels before the pages, and of a page that is never used."""
-_ROW = 0.39
-_LINE = 0.08
+_BEAM_HEIGHT = 0.39
+_TEXT_LINE = 0.08
 """Heights: of a beam, and of a line of text."""
 
-HEIGHT = 4 * _ROW + 0.83
+HEIGHT = 4 * _BEAM_HEIGHT + 0.83
 """Height of a frame of 4 beams in inches."""
 
 
@@ -55,26 +55,26 @@ def draw_beams(
       width: width in inches.
     """
     for slot, name in enumerate(names):
-        middle = y + (slot + 0.5) * _ROW
+        middle = y + (slot + 0.5) * _BEAM_HEIGHT
         color = slot_color(slot)
         look = {"color": color, "fontweight": "bold"}
         draw_text(ax, x, middle - 0.07, f"beam {name}", 6.2, **look)
         following = frames.tokens[i, slot, frames.length[i, slot]]
-        look = {"style": "italic", "color": GREY}
-        draw_text(ax, x, middle + 0.06, frames.words[following], SMALL, **look)
+        look = {"style": "italic", "color": BOX_GREY}
+        draw_text(ax, x, middle + 0.06, frames.words[following], SMALL_FONT, **look)
     num_columns = int((frames.page_ids != NO_PAGE).any((0, 1)).sum())
     page_width = (width - _LABEL) / num_columns
     for column in range(num_columns):
         top = y
         # Beams that share a page are adjacent.
         for page, run in itertools.groupby(frames.page_ids[i, :, column].tolist()):
-            height = _ROW * len([*run])
+            height = _BEAM_HEIGHT * len([*run])
             left = x + _LABEL + column * page_width
             if page != NO_PAGE:
                 box = Box(left, top, page_width - 0.05, height - 0.05)
                 _draw_page(ax, box, frames, i, page, column)
             top += height
-    _draw_pool(ax, x, y + len(names) * _ROW + 0.08, frames, i, width)
+    _draw_pool(ax, x, y + len(names) * _BEAM_HEIGHT + 0.08, frames, i, width)
 
 
 def _draw_page(
@@ -93,11 +93,11 @@ def _draw_page(
     # Places beyond the length hold tokens of the page's last owner.
     held = frames.held[i, page, : frames.filled(i, slots[0])[column]]
     newest = int(frames.length[i, slots[0]]) - 1 - column * size
-    y = box.y + box.height / 2 - (len(held) - 1) / 2 * _LINE
+    y = box.y + box.height / 2 - (len(held) - 1) / 2 * _TEXT_LINE
     for k, word in enumerate(frames.words_of(held)):
         weight = "bold" if k == newest else "normal"
-        draw_text(ax, box.x + 0.03, y + k * _LINE, word, 5.3, fontweight=weight)
-    look = {"fontweight": "bold", "ha": "right", "va": "top", "color": GREY}
+        draw_text(ax, box.x + 0.03, y + k * _TEXT_LINE, word, 5.3, fontweight=weight)
+    look = {"fontweight": "bold", "ha": "right", "va": "top", "color": BOX_GREY}
     draw_text(ax, box.x + box.width - 0.03, box.y + 0.03, str(page), 5.6, **look)
 
 
@@ -109,7 +109,7 @@ def _draw_pool(
     num = sum(used)
     width = (total - _LABEL - (len(used) - num) * _THIN) / num
     for label, line in (("pool", y + 0.1), ("uses", y + 0.32)):
-        draw_text(ax, x, line, label, SMALL, color=GREY)
+        draw_text(ax, x, line, label, SMALL_FONT, color=BOX_GREY)
     left = x + _LABEL
     for page, is_used in enumerate(used):
         box = Box(left, y, (width if is_used else _THIN) - 0.05, 0.2)
@@ -121,7 +121,7 @@ def _draw_pool(
         if not is_used:
             continue
         middle = box.x + box.width / 2
-        color = INK if count else GHOST
+        color = TEXT_COLOR if count else GHOST
         draw_text(ax, middle, y + 0.1, str(page), 6, color=color, ha="center")
         before = int(frames.ref[i - 1, page]) if i else count
         if count:

@@ -9,10 +9,10 @@ from experiments.serving.page_tables import beam_drawing
 from experiments.serving.page_tables.frames import Frames
 from jaxkv import plotting
 from jaxkv.plotting import (
+    BOX_GREY,
     GHOST,
-    GREY,
-    INK,
-    SMALL,
+    SMALL_FONT,
+    TEXT_COLOR,
     Box,
     draw_arrow,
     draw_frame,
@@ -30,13 +30,13 @@ SIZE_INCHES = (7.4, 15.35)
 type Scene = tuple[str, Frames, tuple[str, ...]]
 """Title, frames, and the name of each slot."""
 
-_MARGIN = 0.1
+_FIGURE_MARGIN = 0.1
 _COLUMN = 3.5
-_GAP = 0.2
-_ROW = 0.24
+_BOX_GAP = 0.2
+_ROW_HEIGHT = 0.24
 _THIN = 0.09
 """Heights: of a page with 2 lines of text, and of a page that is never used."""
-_PAGE = 1.22
+_PAGE_WIDTH = 1.22
 """Width of a page with 2 words a line."""
 _LEGEND = (
     "Colour: sequence.   Black frame: shared page.   Number in a pill: references.   "
@@ -54,23 +54,23 @@ def draw_scenes(ax: Any, scenes: Sequence[Scene]) -> None:
     width, bottom = SIZE_INCHES
     ax.set_position((0, 0, 1, 1))
     ax.set_axis_off()
-    ax.set(xlim=(-_MARGIN, width - _MARGIN), ylim=(bottom, 0))
-    draw_text(ax, 0, 0.1, _LEGEND, 5.8, color=GREY, va="top")
+    ax.set(xlim=(-_FIGURE_MARGIN, width - _FIGURE_MARGIN), ylim=(bottom, 0))
+    draw_text(ax, 0, 0.1, _LEGEND, 5.8, color=BOX_GREY, va="top")
     y = 0.36
     for number, (title, frames, names) in enumerate(scenes, 1):
         is_beams = number == len(scenes)
-        ax.plot([0, 2 * _COLUMN + _GAP], [y - 0.09] * 2, color="0.8", linewidth=0.5)
+        ax.plot([0, 2 * _COLUMN + _BOX_GAP], [y - 0.09] * 2, color="0.8", linewidth=0.5)
         draw_text(ax, 0, y, f"{number}  {title}", 8.5, fontweight="bold", va="top")
         y += 0.24
         height = beam_drawing.HEIGHT
         if not is_beams:
             # Height of the taller of sequences and pool over all frames.
-            pool = sum(_ROW if used else _THIN for used in frames.ever_used())
+            pool = sum(_ROW_HEIGHT if used else _THIN for used in frames.ever_used())
             pages = -(-frames.length.max(axis=0) // frames.held.shape[2])
-            sequences = 0.05 + sum(num * _ROW + 0.17 for num in pages if num)
+            sequences = 0.05 + sum(num * _ROW_HEIGHT + 0.17 for num in pages if num)
             height = 0.46 + max(pool, sequences)
         for i, caption in enumerate(frames.caption):
-            x = (i % 2) * (_COLUMN + _GAP)
+            x = (i % 2) * (_COLUMN + _BOX_GAP)
             top = y + height * (i // 2)
             draw_text(ax, x, top, f"{'abcd'[i]}   {caption}", 6.8, va="top")
             if is_beams:
@@ -86,20 +86,20 @@ def _draw_frame(
     ax: Any, x: float, y: float, frames: Frames, i: int, names: Sequence[str]
 ) -> None:
     """Draws a frame: pages and table of each sequence, lines to the pool, the pool."""
-    table_x = x + _PAGE + 0.11
-    pool_x = x + _COLUMN - _PAGE - 0.2
+    table_x = x + _PAGE_WIDTH + 0.11
+    pool_x = x + _COLUMN - _PAGE_WIDTH - 0.2
     for place, head in (
-        (x + _PAGE / 2, "logical pages"),
+        (x + _PAGE_WIDTH / 2, "logical pages"),
         (table_x + 0.04, "page"),
         (table_x + 0.3, "filled"),
-        (pool_x + _PAGE / 2, "physical pages"),
+        (pool_x + _PAGE_WIDTH / 2, "physical pages"),
     ):
-        look = {"color": GREY, "ha": "center", "va": "baseline"}
-        draw_text(ax, place, y - 0.04, head, SMALL, **look)
+        look = {"color": BOX_GREY, "ha": "center", "va": "baseline"}
+        draw_text(ax, place, y - 0.04, head, SMALL_FONT, **look)
     pool = {}
     top = y
     for page, used in enumerate(frames.ever_used()):
-        box = Box(pool_x, top, _PAGE, (_ROW if used else _THIN) - 0.03)
+        box = Box(pool_x, top, _PAGE_WIDTH, (_ROW_HEIGHT if used else _THIN) - 0.03)
         _draw_page(ax, box, frames, i, page)
         pool[page] = box
         top += box.height + 0.03
@@ -121,21 +121,21 @@ def _draw_slot(
     """Draws a sequence's logical pages and table rows; returns the lower edge."""
     color = slot_color(slot)
     size = frames.held.shape[2]
-    table_x = x + _PAGE + 0.11
+    table_x = x + _PAGE_WIDTH + 0.11
     length = int(frames.length[i, slot])
     texts = frames.words_of(frames.tokens[i, slot])
     if length:
         look: dict[str, Any] = {"fontweight": "bold", "va": "center"}
         draw_text(ax, x, y + 0.075, name, 6.5, color=color, **look)
         if texts[length]:
-            look = {"style": "italic", "color": GREY, "ha": "right"}
-            where = (x + _PAGE, y + 0.075, f"next: {texts[length]}", SMALL)
+            look = {"style": "italic", "color": BOX_GREY, "ha": "right"}
+            where = (x + _PAGE_WIDTH, y + 0.075, f"next: {texts[length]}", SMALL_FONT)
             draw_text(ax, *where, va="center", **look)
     y += 0.15
     before = int(frames.length[i - 1, slot]) if i else 0
     pages = zip(frames.pages(i, slot), frames.filled(i, slot), strict=True)
     for start, (page, filled) in zip(range(0, length, size), pages, strict=True):
-        box = Box(x, y, _PAGE, _ROW - 0.03)
+        box = Box(x, y, _PAGE_WIDTH, _ROW_HEIGHT - 0.03)
         draw_rectangle(ax, box, facecolor=plotting.lighten(color), edgecolor=color)
         old = min(max(before - start, 0), size)
         words = texts[start : start + filled]
@@ -149,7 +149,7 @@ def _draw_slot(
         offset = 0.035 * (slot - 0.5) if frames.ref[i, page] > 1 else 0
         end_y = end.y + end.height / 2 + offset
         draw_arrow(ax, (table_x + 0.46, middle), (end.x - 0.14, end_y), color)
-        y += _ROW
+        y += _ROW_HEIGHT
     return y + 0.02
 
 
@@ -160,7 +160,7 @@ def _draw_page(ax: Any, box: Box, frames: Frames, i: int, page: int) -> None:
     owners = frames.owners(i, page)
     held = frames.held[i, page]
     middle = box.y + box.height / 2
-    color = INK if count else GHOST
+    color = TEXT_COLOR if count else GHOST
     draw_text(ax, box.x - 0.03, middle, str(page), 6, color=color, ha="right")
     fill_stripes(ax, box, owners)
     draw_frame(ax, box, owners, copied=copied >= 0)

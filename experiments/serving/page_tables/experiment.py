@@ -27,12 +27,12 @@ from jaxkv.sampling import Sampling
 NUM_PAGES = 9
 PAGE_SIZE = 4
 """Page pool of the paper's figures."""
-WIDTH = 4
+BEAM_WIDTH = 4
 NUM_BEAM_PAGES = 17
 """Number of beams, and pages for them: a request is admitted only if its worst case
 fits, in which beams share no page of their answers."""
 
-SENTENCES = {
+PUBLISHED_SENTENCES = {
     "Alan Turing is a computer scientist and mathematician renowned for his work": 1.0,
     "Four score and seven years ago our fathers brought forth on this": 0.5,
     "Four score and seven years ago our mothers brought forth on this": 0.5,
@@ -41,7 +41,7 @@ SENTENCES = {
 """Sentences that the model recites, with weights. "our" has 2 equally likely next
 words."""
 
-PROMPT = "The young Alan Turing"
+PROMPT_TEXT = "The young Alan Turing"
 _MACHINE = "imagined a machine that"
 _SYMBOLS = f"{_MACHINE} reads and writes symbols"
 STORIES = {
@@ -90,7 +90,7 @@ class Result(ResultRecord):
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Records the scenes."""
-    language = SentenceLanguage(SENTENCES, MAX_LENGTH)
+    language = SentenceLanguage(PUBLISHED_SENTENCES, MAX_LENGTH)
     recorder = FrameRecorder(language, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     progress.show("one request")
     one = recorder.record(
@@ -138,15 +138,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         order=(7, 1, 3),
     )
     progress.show("beams")
-    stories = {f"{PROMPT} {story}": weight for story, weight in STORIES.items()}
+    stories = {f"{PROMPT_TEXT} {story}": weight for story, weight in STORIES.items()}
     beams = FrameRecorder(
         SentenceLanguage(stories, MAX_LENGTH),
         num_pages=NUM_BEAM_PAGES,
         page_size=PAGE_SIZE,
-        max_slots=WIDTH,
-        max_beams=WIDTH,
+        max_slots=BEAM_WIDTH,
+        max_beams=BEAM_WIDTH,
     ).record(
-        [FrameRequest(PROMPT, Sampling(beam_width=WIDTH, max_tokens=15))],
+        [FrameRequest(PROMPT_TEXT, Sampling(beam_width=BEAM_WIDTH, max_tokens=15))],
         [
             "",  # prefill of the prompt
             "Four beams share the prompt, and each has written a word.",
@@ -169,7 +169,7 @@ def plot(ax: Any, result: Result) -> None:
             ("One request: pages taken as it grows", result.one, ("A",)),
             ("Two requests in one pool", result.two, ("A", "B")),
             ("Two samples of one prompt: copy-on-write", result.samples, ("A1", "A2")),
-            (f"Beam search of width {WIDTH}", result.beams, ("0", "1", "2", "3")),
+            (f"Beam search of width {BEAM_WIDTH}", result.beams, ("0", "1", "2", "3")),
         ],
     )
 
@@ -196,7 +196,7 @@ def _join_slots(frames: Frames, frame: int, read: Any) -> str:
     return " | ".join(text or "-" for text in texts)
 
 
-PUBLISHED = {
+PUBLISHED_TABLES = {
     "grows": [{7: 4, 1: 2}, {7: 4, 1: 3}, {7: 4, 1: 4}, {7: 4, 1: 4, 5: 1}],
     "one": [{7: 4, 1: 3}, {7: 4, 1: 4}, {7: 4, 1: 4, 3: 1}],
     "two": [{7: 4, 1: 4, 3: 1}, {5: 4, 2: 2}],
@@ -223,14 +223,14 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         "beams": [_uses(beams, 1)],
         "freed": [_uses(beams, 2)],
     }
-    for id, published in PUBLISHED.items():
+    for id, published in PUBLISHED_TABLES.items():
         # Equal entries of page and number, if the pages are in the same order.
         equal = sum(
             len(reference.items() & subset.items()) if [*reference] == [*subset] else 0
             for reference, subset in zip(published, rows_by_id[id], strict=True)
         )
         yield measured(id, equal, published=sum(map(len, published)))
-    written = [beams.pages(3, slot)[-1] for slot in range(WIDTH)]
+    written = [beams.pages(3, slot)[-1] for slot in range(BEAM_WIDTH)]
     yield measured("unused", sum(beams.ref[:3, page].max() == 0 for page in written))
 
 

@@ -39,7 +39,7 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, column, field_values
 from jaxkv.scheduling import Victim
 
-WATERMARKS = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}
+SIMULATED_SHARES = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}
 """Recomputed share by watermark as a share of the pool, from this project's simulation
 of ShareGPT's mean lengths: 1,024 requests at 1.9 requests/s, 983 pages, of which 0, 32
 and 128 are kept free."""
@@ -255,7 +255,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         lost = none.num_recomputed[0]
         reference = float(plain.num_recomputed[0])
         yield measured("left_end", lost, published=reference)
-    for share, published in WATERMARKS.items():
+    for share, published in SIMULATED_SHARES.items():
         marks = result.watermarks
         selected = marks.at(
             marks.watermark == [round(share * x) for x in marks.pool_pages]
@@ -378,7 +378,7 @@ AGAIN = "computed again [% of tokens]"
 def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
     """Draws the recomputed share by pages kept free, and the best victim rule."""
     title = "Pages kept free at admission"
-    reference = [(100 * x, 100 * y) for x, y in WATERMARKS.items()]
+    reference = [(100 * x, 100 * y) for x, y in SIMULATED_SHARES.items()]
     look = {"linestyle": ":", "linewidth": 1}
     label = "an earlier simulation of ShareGPT"
     draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)

@@ -46,7 +46,7 @@ class Servings(ResultTable):
     hold_new: Bool[np.ndarray, " rows"] = column(
         "True if new requests wait until all preempted ones have completed"
     )
-    victim: Texts = column("rule for victims, a name of `victims.NAMES`")
+    victim: Texts = column("rule for victims, a name of `victims.VICTIM_NAMES`")
     watermark: Ints = column("pages kept free at admission", heading="pages kept free")
     swap_pages: Ints = column("pages of the device buffer", heading="buffer, pages")
     host_pages: Ints = column("pages of the host memory", heading="host, pages")

@@ -32,7 +32,7 @@ from jaxkv.simulation import SimulationMember
 from jaxkv.workloads import Workload, open_loop
 from scaling.costs import kv_bytes_per_token
 
-RATE = 1.9
+REQUEST_RATE = 1.9
 """Requests/s, close to the rate that the memory sustains."""
 PAGES_RATE = 1.6
 """Requests/s of the comparison of page sizes; large pages sustain less."""
@@ -40,13 +40,13 @@ NUM_SEEDS = 4
 """Draws of the load under the rule "latest". At a rate this close to the sustained one,
 a single draw of 1,024 requests varies too much."""
 MAX_SLOTS = 96
-WATERMARKS = (0, 8, 16, 32, 64, 128)
+WATERMARK_PAGES = (0, 8, 16, 32, 64, 128)
 """Pages kept free at admission, of 983."""
 PREEMPTIONS = ("recompute", "swap", "swap, hold new")
 """Ways to preempt. "hold new" admits no new request until all preempted ones are done,
 as in the paper."""
 PAGE_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
-RULES: tuple[Victim, ...] = get_args(Victim.__value__)
+VICTIM_RULES: tuple[Victim, ...] = get_args(Victim.__value__)
 BUS = 25e9
 """Bandwidth between GPU and host in bytes/s: PCIe 4 x16 reaches 25e9 of 32e9."""
 LAUNCH_S = 4e-6
@@ -160,11 +160,17 @@ def list_settings(seed: int) -> list[SimulatedSetting]:
     """Returns all settings; "latest" has `NUM_SEEDS` seeds, other rules have one."""
     cases = [
         SimulatedSetting(
-            "victims", rule, mark, "recompute", settings.PAGE_SIZE, RATE, seed + k
+            "victims",
+            rule,
+            mark,
+            "recompute",
+            settings.PAGE_SIZE,
+            REQUEST_RATE,
+            seed + k,
         )
-        for rule in RULES
+        for rule in VICTIM_RULES
         for k in range(NUM_SEEDS if rule == "latest" else 1)
-        for mark in WATERMARKS
+        for mark in WATERMARK_PAGES
     ]
     return cases + [
         SimulatedSetting("pages", "latest", 0, preemption, size, PAGES_RATE, seed)
@@ -175,7 +181,7 @@ def list_settings(seed: int) -> list[SimulatedSetting]:
 
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Simulates every setting."""
-    law = settings.DATA["ShareGPT"]
+    law = settings.DATASETS["ShareGPT"]
     num = config.simulated_requests
     cases = list_settings(config.seed)
     loads = [
@@ -185,7 +191,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     served = simulation.simulate(
         simulation.stack([*map(_member, loads, cases)]),
         max_slots=MAX_SLOTS,
-        head=runs.HEAD,
+        head=runs.HEAD_SIZE,
         progress=progress,
     )
     totals = served.totals
@@ -271,7 +277,7 @@ def summary(result: Result) -> list[ReportPart]:
     names = ("num_preempted", "recomputed_share", "normalised_s")
     rules = _first(servings.where(study="victims"))
     sizes = servings.where(study="pages")
-    free_title = f"victims and pages kept free, {RATE} requests/s"
+    free_title = f"victims and pages kept free, {REQUEST_RATE} requests/s"
     pages = f"end to end, {PAGES_RATE} requests/s"
     back = f"{NUM_TOKENS} tokens restored"
     return [
@@ -325,7 +331,7 @@ def _draw_rules(ax: Any, servings: Any, id: str, name: str, scale: int) -> None:
     # The published shares are percentages.
     values = [(1000 if name == "normalised_s" else 1) * y for y in reference.values()]
     draw_curve(ax, [*reference], values, "published", "earlier simulation", **look)
-    for rule in RULES:
+    for rule in VICTIM_RULES:
         rows = _first(servings.where(study="victims", victim=rule))
         text = rule.replace("_", " ")
         draw_curve(ax, rows.watermark, scale * getattr(rows, name), text, text)

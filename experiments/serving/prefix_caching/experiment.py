@@ -39,7 +39,7 @@ from jaxkv.report import (
 )
 
 CLAIMS = claims_file(__file__)
-ORDERS = {
+ORDER_NAMES = {
     "depth_first": "depth first",
     "cached_first": "most cached first",
     "fcfs": "in order of arrival",
@@ -121,7 +121,7 @@ class CacheRuns(ResultTable):
     """Cached pages of each serving."""
 
     workload: Texts = column("name of the workload")
-    order: Texts = column("key of `ORDERS`")
+    order: Texts = column("key of `ORDER_NAMES`")
     eviction: Texts = column("one of `EVICTIONS`")
     pool: Ints = column("pages of the pool", key="pool_pages")
     num_cached: Ints = column("cached pages, summed over prompts", is_reported=False)
@@ -240,10 +240,12 @@ def summary(result: Result) -> list[ReportPart]:
 
 def _sheet(load: dict[str, Any], rated: CacheHitRates) -> Sheet:
     runs = rated.where(workload=load["name"])
-    kinds = {ORDERS[x]: runs.where(order=x) for x in ("depth_first", "cached_first")}
+    kinds = {
+        ORDER_NAMES[x]: runs.where(order=x) for x in ("depth_first", "cached_first")
+    }
     for eviction in runs.distinct("eviction"):
         selected = runs.where(order="fcfs", eviction=eviction)
-        kinds[f"{ORDERS['fcfs']}, {eviction}"] = selected
+        kinds[f"{ORDER_NAMES['fcfs']}, {eviction}"] = selected
     rows = []
     for pool in np.unique(runs.pool).tolist():
         rates = (kind.where(pool=pool).rate.tolist() for kind in kinds.values())
@@ -255,7 +257,7 @@ def _sheet(load: dict[str, Any], rated: CacheHitRates) -> Sheet:
         f"{load['requests']:,} prompts of {load['pages']:,} pages, "
         f"{load['distinct_pages']:,} of them distinct, {load['page_size']} tokens each."
     )
-    eager = kinds[ORDERS["cached_first"]].most_delayed
+    eager = kinds[ORDER_NAMES["cached_first"]].most_delayed
     if eager.size:
         note += (
             ' With "most cached first" a request is overtaken by at most '
@@ -291,7 +293,7 @@ def _of_load(load: dict[str, Any], rated: CacheHitRates) -> Iterator[MeasuredVal
         rate = 100 * float(full_pools.rate[0])
         yield measured("whole", rate, published=best, **load)
         yield measured("recorded", rate, **load)
-    rates = np.concatenate([rated.curve(name, order).rate for order in ORDERS])
+    rates = np.concatenate([rated.curve(name, order).rate for order in ORDER_NAMES])
     if rates.size:
         yield measured("below", 100 * float(rates.max()), published=best, **load)
     walk = rated.curve(name, "depth_first")
@@ -301,7 +303,7 @@ def _of_load(load: dict[str, Any], rated: CacheHitRates) -> Iterator[MeasuredVal
         yield measured("walk", rate, published=best, pool=pool, **load)
 
 
-KINDS = (
+ORDER_KINDS = (
     ("depth_first", None, "depth first", "depth first"),
     ("cached_first", None, "most cached first", "most cached first"),
     ("fcfs", None, "in order of arrival", "in order of arrival"),
@@ -327,7 +329,7 @@ def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
     distinct = load["distinct_pages"]
     ends = {}
     draw_reference_line(ax, 100 * load["best_share"], "all repeated pages")
-    for order, eviction, label, system in KINDS:
+    for order, eviction, label, system in ORDER_KINDS:
         runs = rated.curve(load["name"], order, eviction)
         if not len(runs):
             continue

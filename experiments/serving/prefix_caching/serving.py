@@ -27,7 +27,7 @@ from jaxkv.scheduling import NO_LIMIT
 
 PAGE_SIZE = 2
 """Tokens of a page: the smallest size at which the engine updates pages in place."""
-STEPS = 32
+STEPS_PER_CALL = 32
 """Steps of a call."""
 
 Eviction = Literal["lru", "fifo", "random"]
@@ -63,11 +63,11 @@ def make_cache_engine(num_pages: int, longest: int, window: int) -> Stepper:
         page_size=PAGE_SIZE,
         max_slots=window,
         max_length=tokens,
-        max_sequences=2 * (window + STEPS),
-        queue_capacity=window + STEPS,
-        submit_width=window + STEPS,
+        max_sequences=2 * (window + STEPS_PER_CALL),
+        queue_capacity=window + STEPS_PER_CALL,
+        submit_width=window + STEPS_PER_CALL,
         token_budget=max(tokens, window),
-        steps_per_call=STEPS,
+        steps_per_call=STEPS_PER_CALL,
         prefix_cache=True,
     )
     make_pages = functools.partial(

@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxkv.workloads import read_recording
 
-DATA = "JAXKV_DATA"
+DATA_VARIABLE = "JAXKV_DATA"
 """Environment variable with the folder of recordings."""
-INSTRUCTION = 8
+INSTRUCTION_PAGES = 8
 """Pages of the instruction at the start of a prompt."""
 PAGE_SIZE = 16
 """Tokens of a page of a generated prompt."""
@@ -72,11 +72,11 @@ def read_prompt_pages(name: str) -> PromptPages:
     Raises:
       ValueError: the file does not exist, or has no prefixes.
     """
-    folder = os.environ.get(DATA, "")
+    folder = os.environ.get(DATA_VARIABLE, "")
     paths = [Path(name), Path(folder, name)] if folder else [Path(name)]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        where = f", nor in {folder}" if folder else f"; {DATA} names no folder"
+        where = f", nor in {folder}" if folder else f"; {DATA_VARIABLE} names no folder"
         raise ValueError(
             f"{name}: no such file{where}; --trace takes any recording with hash_ids"
         )
@@ -93,7 +93,7 @@ def make_chats(num_users: int, num_turns: int, seed: int) -> PromptPages:
     """Generates conversations: every turn's prompt contains all earlier turns.
 
     The order of the users is drawn. Half of the users share one instruction of
-    `INSTRUCTION` pages, the other half another. A turn adds 2 to 40 pages.
+    `INSTRUCTION_PAGES` pages, the other half another. A turn adds 2 to 40 pages.
 
     Args:
       num_users: conversations, at least 1.
@@ -102,7 +102,7 @@ def make_chats(num_users: int, num_turns: int, seed: int) -> PromptPages:
     """
     rng = np.random.default_rng(seed)
     fresh = itertools.count()
-    common = [_take(fresh, INSTRUCTION) for _ in range(2)]
+    common = [_take(fresh, INSTRUCTION_PAGES) for _ in range(2)]
     histories = [common[user % 2] for user in range(num_users)]
     prompts = []
     for user in rng.permutation(np.repeat(np.arange(num_users), num_turns)):
@@ -114,8 +114,8 @@ def make_chats(num_users: int, num_turns: int, seed: int) -> PromptPages:
 def make_few_shot(num_tasks: int, num_questions: int, seed: int) -> PromptPages:
     """Generates questions that follow the examples of their task, in random order.
 
-    Prompts start with the same `INSTRUCTION` pages. Examples take 16 to 64 pages, a
-    question 2 to 8.
+    Prompts start with the same `INSTRUCTION_PAGES` pages. Examples take 16 to 64
+    pages, a question 2 to 8.
 
     Args:
       num_tasks: tasks, at least 1.
@@ -124,7 +124,7 @@ def make_few_shot(num_tasks: int, num_questions: int, seed: int) -> PromptPages:
     """
     rng = np.random.default_rng(seed)
     fresh = itertools.count()
-    common = _take(fresh, INSTRUCTION)
+    common = _take(fresh, INSTRUCTION_PAGES)
     shots = [common + _take(fresh, num) for num in rng.integers(16, 65, num_tasks)]
     tasks = rng.permutation(np.repeat(np.arange(num_tasks), num_questions))
     prompts = [shots[task] + _take(fresh, rng.integers(2, 9)) for task in tasks]

@@ -26,7 +26,7 @@ from experiments.harness import (
 from experiments.serving.sharing import picture, requests
 from experiments.serving.sharing.picture import NUM_SEQUENCES, PageTableScenes
 from experiments.serving.sharing.requests import (
-    PUBLISHED,
+    PUBLISHED_SAVINGS,
     PrefillCounts,
     PrefixSavings,
     Savings,
@@ -43,7 +43,7 @@ CLAIMS = claims_file(__file__)
 PANELS = (5, 2)
 PANEL_SIZE_INCHES = (3.4, 2.8)
 SWITCH = ("num_simulated", False)
-DATA = {"short": "Alpaca", "long": "ShareGPT"}
+DATASET_NAMES = {"short": "Alpaca", "long": "ShareGPT"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,7 @@ def figure_claim(id: str, row: dict[str, Any]) -> Iterator[MeasuredValue]:
     ours_ = 100 * row["saved_share"]
     published = 100 * row["published_share"]
     if np.isfinite(published):
-        data = DATA[row["lengths"]]
+        data = DATASET_NAMES[row["lengths"]]
         yield measured(id, ours_, published=published, data=data, **row)
 
 
@@ -285,12 +285,14 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
     """Draws measured savings as points, expected as lines, published in grey."""
     max_share = 0.0
     for name in ("long", "short"):
-        reference = [(n, 100 * y) for (x, n), y in PUBLISHED[kind].items() if x == name]
+        reference = [
+            (n, 100 * y) for (x, n), y in PUBLISHED_SAVINGS[kind].items() if x == name
+        ]
         look: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "zorder": 1}
         label = "the paper's" if name == "short" else ""
         draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
         selected = savings.where(lengths=name)
-        system = LENGTHS[name]
+        system = LENGTH_NAMES[name]
         if not len(selected):
             continue
         ours = 100 * selected.saved_share
@@ -313,7 +315,7 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
     ax.legend()
 
 
-LENGTHS = {"long": "ShareGPT", "short": "Alpaca"}
+LENGTH_NAMES = {"long": "ShareGPT", "short": "Alpaca"}
 """Dataset whose colour short and long requests have."""
 
 

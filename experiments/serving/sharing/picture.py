@@ -15,7 +15,7 @@ from jaxkv.plotting import Box, draw_rectangle, draw_text
 from jaxkv.report import ResultTable, Texts, column, computed_column
 from jaxkv.sampling import Sampling
 
-PROMPT = '''def read_lines(path):
+PROMPT_TEXT = '''def read_lines(path):
     """Reads a text file."""
     '''
 NUM_SEQUENCES = 4
@@ -69,7 +69,7 @@ def serve_scenes(client: Client) -> PageTableScenes:
         "one request, four answers": [dataclasses.replace(sampling, n=num)],
         "one request, four beams": [Sampling(n=num, beam_width=num, **same)],
     }
-    tokens = tokenizer.encode(PROMPT)
+    tokens = tokenizer.encode(PROMPT_TEXT)
     rows = []
     for title, asks in progress.track(scenes.items(), "picture", "scenes"):
         for call in server.calls([tokens] * len(asks), asks):
@@ -99,7 +99,7 @@ def _look(
     return np.where(filled > 0, page_ids, NO_PAGE), filled, np.array(text)
 
 
-INK = "0.15"
+TEXT_COLOR = "0.15"
 _LINE_CHARS = 9
 _MOST_COLUMNS = 7
 """Characters in each of the 2 lines of a page, and pages of a sequence, that fit."""
@@ -118,7 +118,7 @@ def draw_scene(ax: Any, picture: PageTableScenes, i: int) -> None:
     ax.set(xlim=(0, columns), ylim=(NUM_SEQUENCES, 0))
     title = f"{row['scene'].capitalize()}: {row['logical_pages']} logical pages in "
     title += f"{row['pages']} physical ones"
-    prompt = PROMPT.splitlines()[0]
+    prompt = PROMPT_TEXT.splitlines()[0]
     ax.set_title(title if i else f"{prompt} ... {title}")
     # Sequences that share a page are adjacent, since they share all pages before it.
     order = np.lexsort(ids.T[::-1])
@@ -145,7 +145,7 @@ def _draw_page(
     look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.8}
     draw_rectangle(ax, box, facecolor="none", **look)
     middle = box.y + box.height / 2
-    color = INK if shade < 3 else "white"
+    color = TEXT_COLOR if shade < 3 else "white"
     # Line ends are visible; characters that the font may lack are dots.
     shown = "".join(
         "↵" if x == "\n" else x if x.isprintable() and x < _FIRST_FOREIGN else "·"

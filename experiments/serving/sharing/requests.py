@@ -37,7 +37,7 @@ from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy
 from jaxkv.workloads import Lengths
 
-PUBLISHED = {
+PUBLISHED_SAVINGS = {
     "answers": {
         ("short", 2): 0.0609,
         ("short", 4): 0.0853,
@@ -100,7 +100,7 @@ def saved_share(rows: Any) -> np.ndarray:
 def published_share(kind: str, rows: Any) -> np.ndarray:
     """Returns the published share for each row; NaN if there is none."""
     keys = zip(rows.lengths.tolist(), rows.num_sequences.tolist(), strict=True)
-    return np.array([PUBLISHED[kind].get(key, np.nan) for key in keys])
+    return np.array([PUBLISHED_SAVINGS[kind].get(key, np.nan) for key in keys])
 
 
 class PrefillCounts(ResultTable):

@@ -25,7 +25,7 @@ from experiments.harness import draw_lengths, measured_page_saving
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.sharing.measurement import (
     CLAIMS,
-    DATA,
+    DATASET_NAMES,
     figure_claim,
     lengths_claims,
 )
@@ -48,10 +48,10 @@ from jaxkv.workloads import ALPACA, SHAREGPT, LogNormal, Pair, make_workload, op
 PANELS = (2, 2)
 SWITCH = ("num_simulated", True)
 SERVER = settings.SERVERS["13B"]
-MAX_ROWS = 2560
+MAX_BATCH_ROWS = 2560
 """Token budget of a step: the longest prompt and all decoding sequences."""
 
-LAWS = {"short": ALPACA, "long": SHAREGPT}
+LENGTH_LAWS = {"short": ALPACA, "long": SHAREGPT}
 TIMES = {"short": 4, "long": 1}
 """Factor of the number of requests, for equal precision of short and long ones."""
 SEQUENCES_PER_S = {"short": 20.0, "long": 1.2}
@@ -59,7 +59,7 @@ SEQUENCES_PER_S = {"short": 20.0, "long": 1.2}
 saving does not depend on it as long as no request waits."""
 ANSWERS = (2, 4, 6)
 
-SENTENCES = Pair(
+SENTENCE_LENGTHS = Pair(
     prompt=LogNormal(mean=28.0, sigma=0.5),
     output=LogNormal(mean=37.0, sigma=0.5),
     max_prompt=256,
@@ -67,9 +67,9 @@ SENTENCES = Pair(
 )
 """Sentences of WMT16 English to German. Four more examples add 341 - 80 = 261 tokens,
 so a pair has 65. German has a third more tokens than English."""
-RATES = np.round(np.geomspace(4.0, 80.0, 20), 2)
+REQUEST_RATES = np.round(np.geomspace(4.0, 80.0, 20), 2)
 """Translations/s."""
-SECONDS = 120.0
+DURATION_S = 120.0
 """Simulated seconds of load."""
 AT_MOST_S = 0.5
 """Latency in s/token at which rates are compared."""
@@ -204,13 +204,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def _capacity(num_places: int) -> Capacity:
     """Returns the capacity of a pool with `num_places` token places."""
     plain = runs.pool_capacity(num_places // settings.PAGE_SIZE)
-    return plain._replace(token_budget=jnp.int32(MAX_ROWS))
+    return plain._replace(token_budget=jnp.int32(MAX_BATCH_ROWS))
 
 
 def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
     """Simulates each kind of requests with each number of samples."""
     rows = []
-    for name, law in LAWS.items():
+    for name, law in LENGTH_LAWS.items():
         size = TIMES[name] * config.num_simulated
         rng = np.random.default_rng(config.seed)
         tokens = draw_lengths(law, size, settings.MAX_LENGTH, rng)
@@ -236,7 +236,7 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
             simulation.stack(members),
             max_slots=128,
             max_samples=max(ANSWERS),
-            head=runs.HEAD,
+            head=runs.HEAD_SIZE,
             progress=progress,
         )
         if progress.stopped:
@@ -253,18 +253,18 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
 
 def simulate_translations(config: Config, progress: Progress) -> TranslationRates:
     """Simulates translations at all rates with both systems; empty if stopped."""
-    shape = (len(config.prefixes), len(RATES))
+    shape = (len(config.prefixes), len(REQUEST_RATES))
     latency_s, batch = np.zeros((2, shape[0], len(SYSTEMS), shape[1]))
     for k, system in enumerate(SYSTEMS):
         members = simulation.stack(
             [
-                _translations(system, prefix, rate, SECONDS, config.seed)
+                _translations(system, prefix, rate, DURATION_S, config.seed)
                 for prefix in config.prefixes
-                for rate in RATES.tolist()
+                for rate in REQUEST_RATES.tolist()
             ]
         )
         served = simulation.simulate(
-            members, max_slots=runs.MAX_SLOTS, head=runs.HEAD, progress=progress
+            members, max_slots=runs.MAX_SLOTS, head=runs.HEAD_SIZE, progress=progress
         )
         if progress.stopped:
             return TranslationRates.of([])
@@ -274,9 +274,9 @@ def simulate_translations(config: Config, progress: Progress) -> TranslationRate
         latency_s[:, k] = took_s.reshape(shape)
         batch[:, k] = served.means.batch.reshape(shape)
     capacity = functools.partial(workloads.capacity, at_most_s=AT_MOST_S)
-    at_most = [[capacity(RATES, curve) for curve in both] for both in latency_s]
+    at_most = [[capacity(REQUEST_RATES, curve) for curve in both] for both in latency_s]
     prefixes = np.array(config.prefixes)
-    rates = np.broadcast_to(RATES, shape)
+    rates = np.broadcast_to(REQUEST_RATES, shape)
     return TranslationRates(prefixes, rates, latency_s, batch, np.array(at_most))
 
 
@@ -288,7 +288,7 @@ def _translations(
     shared = prefix // page * page if system == "paged" else 0
     rng = np.random.default_rng(seed)
     num = max(1, round(rate * seconds))
-    load = open_loop(rng, SENTENCES, rate=rate, num=num)
+    load = open_loop(rng, SENTENCE_LENGTHS, rate=rate, num=num)
     reservation = simulation.reservation(
         "oracle",
         num_leaves=places // page,
@@ -343,7 +343,7 @@ def plot(axes: Any, result: Result) -> None:
 
 def _draw_savings(ax: Any, counted: SimulatedSavings, name: str) -> None:
     """Draws simulated and published bars; a dash marks the saving by lengths."""
-    data = DATA[name]
+    data = DATASET_NAMES[name]
     place = np.arange(len(counted))
     for shift, share, system, label in (
         (-0.2, counted.published_share, "published", "the paper's"),

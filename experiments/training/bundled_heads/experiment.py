@@ -87,7 +87,7 @@ class Config:
         return MedusaConfig(target=model, num_heads=depth, num_blocks=self.num_blocks)
 
 
-_RUN = TrainConfig(
+_TRAINING = TrainConfig(
     model=_TRUNK.model,
     batch_size=8,
     seq_len=256,
@@ -97,9 +97,9 @@ _RUN = TrainConfig(
     learning_rate=2e-2,
     report_every=25,
 )
-_SMOKE = HeadRecipe(
+_SMOKE_RECIPE = HeadRecipe(
     run=dataclasses.replace(
-        _RUN,
+        _TRAINING,
         corpus=CorpusConfig(held_out=0.02),
         batch_size=2,
         seq_len=32,
@@ -109,12 +109,12 @@ _SMOKE = HeadRecipe(
         report_every=5,
     )
 )
-_SHORTER = dataclasses.replace(_RUN, num_steps=2700, cooldown_steps=900)
+_SHORTER = dataclasses.replace(_TRAINING, num_steps=2700, cooldown_steps=900)
 
 CONFIGS = {
-    "smoke": Config(medusa=_SMOKE, eagle=_SMOKE, num_answers=8),
+    "smoke": Config(medusa=_SMOKE_RECIPE, eagle=_SMOKE_RECIPE, num_answers=8),
     "shipped": Config(
-        medusa=HeadRecipe(run=_RUN),
+        medusa=HeadRecipe(run=_TRAINING),
         eagle=HeadRecipe(run=_SHORTER),
         export="jaxkv/bundled_models/stdlib-bytes",
     ),
@@ -252,7 +252,7 @@ _ABOUT: dict[Kind, str] = {
     layers denotes the last hidden state), and on the embedding of the next token;
     embeddings and output matrix are shared with the model.""",
 }
-_LOSS: dict[Kind, str] = {
+_LOSS_TEXTS: dict[Kind, str] = {
     "medusa": "over the heads in parallel",
     "eagle": """the drafter unrolled for as many steps on its own states ("training-time
     test")""",
@@ -315,7 +315,7 @@ def heads_card(
         zero, Muon for matrices of layers, AdamW for other parameters, seed {run.seed}.
         The loss is the cross-entropy with the model's own distribution,
         {recipe.depth} drafts deep, each weighted {recipe.decay} of the one before it,
-        {_LOSS[kind]}. It ended at {row["loss"]:.4f} nats.
+        {_LOSS_TEXTS[kind]}. It ended at {row["loss"]:.4f} nats.
         {bundled_model.training_note(row["duration_s"])}""",
     ]
     return bundled_model.card_text(parts)

@@ -25,7 +25,7 @@ from jaxkv.report import ResultRecord, column, computed_column, describe_machine
 from jaxkv.text import ByteTokenizer
 from scaling import training
 from scaling.corpora import (
-    END,
+    END_TOKEN,
     VOCAB_SIZE,
     CorpusConfig,
     TextSplit,
@@ -337,7 +337,7 @@ def model_card(config: Config, split: TextSplit, result: Result) -> str:
         serving engine, not for writing programs.""",
         "## Use",
         f"    jaxkv generate {Path(config.export).name} --prompt 'def '{drafts}",
-        f"""Tokens 0 to 255 are the bytes of UTF-8 text; token {END} ends a
+        f"""Tokens 0 to 255 are the bytes of UTF-8 text; token {END_TOKEN} ends a
         document and also precedes one. Contexts of up to {window} tokens were
         trained.""",
         "## Shape",

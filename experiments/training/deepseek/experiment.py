@@ -23,7 +23,7 @@ from experiments.training.deepseek.runs import (
     ATTENTIONS,
     BALANCES,
     DENSE,
-    WHOLE,
+    FULL_BLOCK,
     BlockShapes,
     Config,
     Kind,
@@ -146,7 +146,7 @@ class ExpertBalance(ResultTable):
     busiest: Floats = column("largest load over the mean load, mean over mixtures")
 
 
-COMPARED: tuple[tuple[Kind, Kind], ...] = (
+COMPARED_PAIRS: tuple[tuple[Kind, Kind], ...] = (
     ("MLA", "MHA"),
     ("MLA", "GQA"),
     ("MHA", "MQA"),
@@ -200,10 +200,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     first = {x.kind: x for x in models if x.config.seed == 0}
     served = ServedModels.of([])
     depths = DraftDepths.of([])
-    if {DENSE, WHOLE} <= {*first} and not progress.stopped:
+    if {DENSE, FULL_BLOCK} <= {*first} and not progress.stopped:
         served, depths = serving.serve_in_turns(
             first[DENSE],
-            first[WHOLE],
+            first[FULL_BLOCK],
             prompts=stream_windows(
                 corpus.held_out,
                 seq_len=config.prompt_tokens - 1,
@@ -215,7 +215,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             rounds=config.rounds,
             progress=progress,
         )
-    pairs = [(*pair, *runs.loss_difference(models, *pair)) for pair in COMPARED]
+    pairs = [(*pair, *runs.loss_difference(models, *pair)) for pair in COMPARED_PAIRS]
     return Result(
         models=TrainedModels.of(map(_row, models)),
         differences=LossDifferences.of(x for x in pairs if np.isfinite(x[2])),

@@ -30,12 +30,12 @@ Kind = Literal[
 ]
 """Attention of dense models, balance of mixtures with MLA, and all three ideas: MLA,
 experts that are balanced by bias, and multi-token prediction."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
+BLOCK_KINDS: tuple[Kind, ...] = get_args(Kind)
 ATTENTIONS: tuple[Kind, ...] = ("MHA", "GQA", "MQA", "MLA")
 BALANCES: tuple[Kind, ...] = ("balanced by loss", "balanced by bias")
 DENSE: Kind = "MHA"
 """The dense model whose compute the models share."""
-WHOLE: Kind = "DeepSeek"
+FULL_BLOCK: Kind = "DeepSeek"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Config:
     """Models, training text, and served prompts."""
 
     shapes: BlockShapes = BlockShapes()
-    kinds: tuple[Kind, ...] = KINDS
+    kinds: tuple[Kind, ...] = BLOCK_KINDS
     """Trained kinds."""
     num_seeds: int = 2
     """Runs of each kind, with seeds 0, 1, ..., which also order the text."""
@@ -115,7 +115,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "kinds", allowed_values=KINDS)
+        validation.among(self, "kinds", allowed_values=BLOCK_KINDS)
         names = ("num_seeds", "seq_len", "batch_size", "rounds", "num_drafts")
         validation.at_least(self, *names, "output_tokens")
         validation.at_least(self, "prompt_tokens", low=2)
@@ -226,7 +226,7 @@ def make_block_model(kind: Kind, shapes: BlockShapes, seq_len: int) -> ModelConf
         )
 
     mixture = _equal_compute(with_shared, wanted, seq_len)
-    if kind != WHOLE:
+    if kind != FULL_BLOCK:
         return mixture
     return dataclasses.replace(mixture, num_ahead_layers=1)
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from experiments.harness import Server, make_benchmark_config, measure_in_turns
-from experiments.training.deepseek.runs import DENSE, WHOLE, TrainedModel
+from experiments.training.deepseek.runs import DENSE, FULL_BLOCK, TrainedModel
 from jaxkv.engine import EngineConfig
 from jaxkv.models import ModelConfig, make_model_pages
 from jaxkv.progress import Progress
@@ -51,9 +51,9 @@ class ServedModels(ResultTable):
     )
 
     def ratios(self, kind: str, batch: int) -> Float[np.ndarray, " rounds"]:
-        """Returns the speed of a way over that of `WHOLE` in each round."""
+        """Returns the speed of a way over that of `FULL_BLOCK` in each round."""
         ours, base = (
-            self.where(way=x, batch=batch).tokens_per_s[0] for x in (kind, WHOLE)
+            self.where(way=x, batch=batch).tokens_per_s[0] for x in (kind, FULL_BLOCK)
         )
         return ours / base
 
@@ -137,7 +137,7 @@ def serve_in_turns(
     longest = len(prompts[0]) + output_tokens
     ways = {
         DENSE: (dense, 0),
-        WHOLE: (deepseek, 0),
+        FULL_BLOCK: (deepseek, 0),
         WITH_DRAFTS: (deepseek, num_drafts),
     }
 
@@ -196,11 +196,11 @@ def serve_in_turns(
         bar_label="serving",
         case_name="batch",
     ):
-        base = np.array([x.tokens_per_s for x in runs_by_server[WHOLE]])
+        base = np.array([x.tokens_per_s for x in runs_by_server[FULL_BLOCK]])
         for server in servers:
             first = runs_by_server[server.name][0]
             rates = np.array([x.tokens_per_s for x in runs_by_server[server.name]])
-            reference = first if server.name == DENSE else runs_by_server[WHOLE][0]
+            reference = first if server.name == DENSE else runs_by_server[FULL_BLOCK][0]
             rows.append(
                 {
                     "way": server.name,

@@ -60,7 +60,7 @@ from scaling.training import transformer as make_transformer_config
 
 PANELS = (1, 2)
 PANEL_SIZE_INCHES = (3.4, 3.6)
-BALANCING = {"with": 0.01, "without": 0.0}
+BALANCE_WEIGHTS = {"with": 0.01, "without": 0.0}
 """Weights of the load-balancing loss."""
 
 
@@ -127,7 +127,7 @@ class Config:
             num_experts=self.num_experts,
             top_k=self.top_k,
             size=self.size,
-            balance_weight=BALANCING[balancing],
+            balance_weight=BALANCE_WEIGHTS[balancing],
         )
         dense = make_transformer_config(
             self.width,
@@ -227,7 +227,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     loads = []
     losses = []
     trained: Params | None = None
-    for balancing in progress.track(tuple(BALANCING), "mixtures", "training"):
+    for balancing in progress.track(tuple(BALANCE_WEIGHTS), "mixtures", "training"):
         training = config.training(balancing)
         outcome = train_in_memory(training, corpus, progress=progress)
         trained = outcome.params
@@ -349,7 +349,7 @@ def metrics(result: Result) -> dict[str, Any]:
 
 def summary(result: Result) -> list[ReportPart]:
     """Returns tables of traffic and times, drops, and load imbalance."""
-    both = zip(BALANCING, result.losses, strict=False)
+    both = zip(BALANCE_WEIGHTS, result.losses, strict=False)
     losses = ", ".join(f"{loss:.3f} {name}" for name, loss in both)
     return [
         result.ways.sheet(
@@ -379,7 +379,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     for capacity in result.drops.distinct("capacity"):
         both = result.drops.where(capacity=capacity)
         dropped = dict(zip(both.balancing.tolist(), both.dropped.tolist(), strict=True))
-        if len(dropped) == len(BALANCING) and dropped["without"]:
+        if len(dropped) == len(BALANCE_WEIGHTS) and dropped["without"]:
             words: dict[str, Any] = {"capacity": f"{capacity:g}"}
             yield measured(
                 "drops", dropped["with"], published=dropped["without"], **words
@@ -412,7 +412,7 @@ def plot(axes: Any, result: Result) -> None:
     label_log_axis(left.yaxis)
     left.legend()
     dropped = {}
-    for name in BALANCING:
+    for name in BALANCE_WEIGHTS:
         subset = result.drops.where(balancing=name)
         label = f"{name} balancing"
         draw_curve(right, subset.capacity, 100 * subset.dropped, label, f"{label} loss")
@@ -420,8 +420,8 @@ def plot(axes: Any, result: Result) -> None:
         dropped |= {(name, x): y for x, y in pairs}
     shared = sorted({x for _, x in dropped}, key=lambda x: abs(x - 1.25))
     title = "Dropped choices by capacity factor"
-    if shared and all((name, shared[0]) in dropped for name in BALANCING):
-        shares = [100 * dropped[name, shared[0]] for name in BALANCING]
+    if shared and all((name, shared[0]) in dropped for name in BALANCE_WEIGHTS):
+        shares = [100 * dropped[name, shared[0]] for name in BALANCE_WEIGHTS]
         title = f"Capacity {shared[0]:g}: {shares[0]:.0f} % of choices dropped with a "
         title += f"balancing loss, {shares[1]:.0f} % without"
     x = "capacity / even share [ratio]"

@@ -30,7 +30,7 @@ from scaling import fits
 from scaling.laws import CHINCHILLA, ILL_POSED, SOUND, simulate_runs, surface_loss
 
 QUANTITIES = ("a", "E", "loss at 10 C")
-_ENOUGH = 200
+_MIN_SURFACES = 200
 """Fewest surfaces for a verdict on a share."""
 
 
@@ -184,17 +184,17 @@ def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
     """Compares coverage with the nominal one."""
     sound, ill = _kinds(result)
     for row in sound:
-        few = row["surfaces"] < _ENOUGH
+        few = row["surfaces"] < _MIN_SURFACES
         for name in QUANTITIES:
             covers = row[f"covers {name}"]
             yield measured("covers", covers, differs=few, name=name, **row)
     for row in sound:
-        few = row["surfaces"] < _ENOUGH
+        few = row["surfaces"] < _MIN_SURFACES
         yield measured("sound", row["doubted"], differs=few, **row)
     if ill:
         weights = [row["surfaces"] for row in ill]
         share = float(np.average([row["neither"] for row in ill], weights=weights))
-        few = sum(weights) < _ENOUGH
+        few = sum(weights) < _MIN_SURFACES
         yield measured("ill_posed", share, differs=few, surfaces=sum(weights))
 
 

@@ -21,7 +21,7 @@ from jaxkv.plotting import (
 from scaling.cli import draw_isoflop_groups
 
 _GREY = "0.6"
-METHODS = {
+METHOD_STYLES = {
     "parabola": (ORANGE, "v"),
     "akima": (SKY, "o"),
     "projection": (GREEN, "s"),
@@ -94,7 +94,7 @@ def _draw_optima(ax: Any, result: Result, name: str) -> None:
     powers = getattr(result.envelope, f"{name}_power")
     _line(ax, powers, ends, _GREY, "envelope")
     exponents = [powers.exponent]
-    for method, (color, mark) in METHODS.items():
+    for method, (color, mark) in METHOD_STYLES.items():
         if method not in optima.methods:
             continue
         i = [*optima.methods].index(method)

@@ -261,7 +261,7 @@ def _predict(
         undated = json.loads(dumps({**prediction_document, "made_at": ""}))
         if {**before, "made_at": ""} == undated:
             return before
-        if (log.source / held_out.FILE).exists():
+        if (log.source / held_out.HELD_OUT_FILE).exists():
             raise ValueError(
                 f"{path}: was made from other runs or another config, and its truth is "
                 "known; choose another folder"

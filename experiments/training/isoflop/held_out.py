@@ -29,7 +29,7 @@ from scaling.sweeps import (
 )
 from scaling.training import TrainConfig, TrainResult
 
-FILE = "held_out.json"
+HELD_OUT_FILE = "held_out.json"
 """Record of the best run, and the losses of all rates."""
 
 
@@ -37,7 +37,7 @@ class HeldOutRun(NamedTuple):
     """Result of the held-out run.
 
     Attributes:
-      record: record as in `FILE`; None if training was stopped.
+      record: record as in `HELD_OUT_FILE`; None if training was stopped.
       curve: FLOPs and training loss of the best run.
     """
 
@@ -57,7 +57,7 @@ def train_held_out(
       progress: receives progress; may stop.
     """
     sweep = config.sweep
-    path = folder / FILE
+    path = folder / HELD_OUT_FILE
     model = family_shape(prediction["width"], config.num_layers, config.seq_len)
     cell = Cell(model, prediction["num_steps"])
     tried: dict[float, tuple[TrainConfig, TrainResult]] = {}

@@ -11,7 +11,7 @@ from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, column
 from scaling.cli import LogFits
 from scaling.frontiers import Frontier, PowerLaw
 
-_UNKNOWN = PowerLaw(np.nan, np.nan)
+_NO_LAW = PowerLaw(np.nan, np.nan)
 
 
 class CurvePoints(ResultTable):
@@ -104,7 +104,7 @@ def stack_frontiers(
         return np.asarray(rows[0] if is_one else np.stack(rows))
 
     def power(name: str) -> ComputePowers:
-        laws = [getattr(frontier, name) or _UNKNOWN for frontier in frontiers]
+        laws = [getattr(frontier, name) or _NO_LAW for frontier in frontiers]
         return ComputePowers(
             by_method([law.coefficient for law in laws]),
             by_method([law.exponent for law in laws]),

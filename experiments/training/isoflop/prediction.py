@@ -15,7 +15,7 @@ from scaling.laws import find_law
 from scaling.logs import Log
 from scaling.sweeps import count_cost, nearest_shape
 
-LAWS = ("chinchilla", "chinchilla-tied", "kaplan")
+LAW_NAMES = ("chinchilla", "chinchilla-tied", "kaplan")
 """Laws whose predictions are averaged, weighted by their errors on the larger fitted
 runs. The best of them is the law of the report."""
 CUTS = (1, 2)
@@ -50,7 +50,7 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
     flops = log.columns["flops"]
     rising = sorted(budgets)
     error_by_law = {}
-    for name in LAWS:
+    for name in LAW_NAMES:
         errors = []
         for cut in CUTS:
             larger = flops > math.sqrt(rising[-cut] * rising[-cut - 1])

@@ -11,7 +11,7 @@ from experiments.training.isoflop.outcomes import Result
 from jaxkv.report import ReportPart, Sheet, format_number
 
 CLAIMS = claims_file(__file__)
-PUBLISHED: float = CLAIMS.published("exponent")
+PUBLISHED_EXPONENT: float = CLAIMS.published("exponent")
 """Published exponent of the compute-optimal size, about one half."""
 
 
@@ -21,7 +21,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     stats = metrics(result)
     ends = [stats[f"exponent_{x}"] for x in ("low", "high")]
     yield measured("minima", stats["interior_minima"])
-    yield measured("exponent", max(ends, key=lambda x: abs(x - PUBLISHED)), **stats)
+    yield measured(
+        "exponent", max(ends, key=lambda x: abs(x - PUBLISHED_EXPONENT)), **stats
+    )
     yield measured("cosine", -stats["cosine_excess"], **stats)
     if result.truth:
         missed = abs(stats["log_linear_error_share"])

@@ -22,7 +22,12 @@ from experiments.harness import (
 )
 from experiments.training.rivals import runs, settings
 from experiments.training.rivals.runs import COMPUTE, Differences, Result
-from experiments.training.rivals.settings import PAIRS, RECURRENT, REFERENCE, Published
+from experiments.training.rivals.settings import (
+    PUBLISHED_PAIRS,
+    RECURRENT,
+    REFERENCE,
+    Published,
+)
 from jaxkv import plotting
 from jaxkv.plotting import (
     draw_curve,
@@ -94,14 +99,17 @@ class ComputeRatios(ResultTable):
         """Verdict on the published direction, or the reason why there is none."""
         rows = zip(self.side, self.low, self.high, self.reason, strict=True)
         return np.array(
-            [why or published_direction(*ends, PAIRS[x]) for x, *ends, why in rows]
+            [
+                why or published_direction(*ends, PUBLISHED_PAIRS[x])
+                for x, *ends, why in rows
+            ]
         )
 
     @property
     def published(self) -> np.ndarray:
         """Published ratio as text."""
         words = {"more": "at least 1", "one_trend": "1"}
-        return np.array([words[PAIRS[side].claim] for side in self.side])
+        return np.array([words[PUBLISHED_PAIRS[side].claim] for side in self.side])
 
 
 def read_ratios(result: Result) -> ComputeRatios:
@@ -142,7 +150,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     for row in ratios.at(np.isfinite(ratios.ratio)).rows(*names):
         name = row.pop("side")
         shown = row.pop("direction")
-        published = PAIRS[name]
+        published = PUBLISHED_PAIRS[name]
         row["direction"] = direction_verdict(shown)
         words: dict[str, Any] = row | {"name": name, "source": published.source}
         words["shown"] = shown
@@ -153,7 +161,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         se = row["lead_se"]
         if name in RECURRENT and np.isfinite(lead):
             shown = judge_direction(lead - 2 * se, lead + 2 * se, above=0)
-            words = {"name": name, "source": PAIRS[name].source}
+            words = {"name": name, "source": PUBLISHED_PAIRS[name].source}
             words |= {
                 "se": se,
                 "shown": shown,
@@ -263,7 +271,7 @@ def plot(axes: Any, result: Result) -> None:
     _draw_differences(axes[3], result)
 
 
-LOSS = "held-out loss [nats/byte]"
+LOSS_LABEL = "held-out loss [nats/byte]"
 
 
 def _draw_curves(ax: Any, result: Result) -> None:
@@ -282,7 +290,7 @@ def _draw_curves(ax: Any, result: Result) -> None:
     if lowest:
         name = min(lowest, key=lambda name: lowest[name])
         title = f"{name} reaches the lowest loss, {lowest[name]:.2f} nats/byte"
-    set_labels(ax, title, "training compute, exact [FLOP]", LOSS, xscale="log")
+    set_labels(ax, title, "training compute, exact [FLOP]", LOSS_LABEL, xscale="log")
     label_wide_log_axis(ax.xaxis)
     ax.legend()
 
@@ -301,7 +309,7 @@ def _draw_places(ax: Any, result: Result) -> None:
         title = f"Largest models: {best} gains most from context, "
         title += f"{np.nanmax(gains):.2f} nats/byte"
     x_label = "position in the window [bytes]"
-    set_labels(ax, title, x_label, LOSS, xscale="log")
+    set_labels(ax, title, x_label, LOSS_LABEL, xscale="log")
     ax.set_xticks([1, 10, 100], ["1", "10", "100"])
     ax.legend()
 

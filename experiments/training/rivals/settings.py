@@ -30,13 +30,13 @@ class Side(NamedTuple):
 _ADAM = OptimizerConfig(kind="adamw", weight_decay=0.0)
 _SGD = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.0)
 # Best rate of short runs: about 0.01 for the transformer, 0.05 for recurrent nets.
-_RATES = (2e-3, 6e-3, 1.8e-2)
+_LEARNING_RATES = (2e-3, 6e-3, 1.8e-2)
 _RECURRENT_RATES = (6e-3, 1.8e-2, 5.4e-2)
 _SGD_RATES = (0.1, 0.3, 0.9)
 
 REFERENCE = "transformer"
 RECURRENT: tuple[Literal["lstm", "gru"], ...] = ("lstm", "gru")
-_CHANGES: Mapping[str, dict[str, Any]] = {
+_RIVAL_SETTINGS: Mapping[str, dict[str, Any]] = {
     REFERENCE: {},
     "sgd": {},
     "1 layer": {"num_layers": 1},
@@ -60,16 +60,16 @@ class Published(NamedTuple):
     claim: Literal["more", "one_trend"] = "more"
 
 
-_KAPLAN = "Kaplan et al. 2020, arXiv:2001.08361"
+_KAPLAN_SOURCE = "Kaplan et al. 2020, arXiv:2001.08361"
 _SHAZEER = "Shazeer 2020, arXiv:2002.05202, table 1"
-PAIRS = {
-    "lstm": Published(f"{_KAPLAN}, figure 7"),
-    "gru": Published(f"{_KAPLAN}, figure 7, of LSTMs"),
+PUBLISHED_PAIRS = {
+    "lstm": Published(f"{_KAPLAN_SOURCE}, figure 7"),
+    "gru": Published(f"{_KAPLAN_SOURCE}, figure 7, of LSTMs"),
     "sgd": Published("the lectures: compare optimizers by two fitted curves"),
-    "1 layer": Published(f"{_KAPLAN}, figure 6"),
+    "1 layer": Published(f"{_KAPLAN_SOURCE}, figure 6"),
     # "The performance of models with different depths converge to a single trend."
-    "4 layers": Published(f"{_KAPLAN}, figure 6", "one_trend"),
-    "6 layers": Published(f"{_KAPLAN}, figure 6", "one_trend"),
+    "4 layers": Published(f"{_KAPLAN_SOURCE}, figure 6", "one_trend"),
+    "6 layers": Published(f"{_KAPLAN_SOURCE}, figure 6", "one_trend"),
     "learned positions": Published("Su et al. 2021, arXiv:2104.09864, section 4"),
     "relu": Published(_SHAZEER),
     "gelu": Published(_SHAZEER),
@@ -81,10 +81,10 @@ def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
     """Returns the side of a name, with its head dimension and vocabulary.
 
     Args:
-      name: `transformer` or a key of `PAIRS`. The transformer has 2 layers, SwiGLU, RMS
-        norms and rotary positions; other sides differ from it as their names state.
-        LSTM and GRU have 2 layers, each with a layer norm before it and a residual
-        connection.
+      name: `transformer` or a key of `PUBLISHED_PAIRS`. The transformer has 2 layers,
+        SwiGLU, RMS norms and rotary positions; other sides differ from it as their
+        names state. LSTM and GRU have 2 layers, each with a layer norm before it and a
+        residual connection.
       vocab_size: vocabulary size of the corpus.
       seq_len: longest sequence.
       head_dim: head dimension of a transformer.
@@ -96,15 +96,15 @@ def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
     if name in RECURRENT:
         base = RecurrentConfig(**sizes, hidden_size=1, num_layers=2, kind=name)
         return Side(name, base, _ADAM, _RECURRENT_RATES)
-    if name not in _CHANGES:
-        raise ValueError(f"sides={name!r} must be in {[*PAIRS]}")
+    if name not in _RIVAL_SETTINGS:
+        raise ValueError(f"sides={name!r} must be in {[*PUBLISHED_PAIRS]}")
     # Only the ratio of hidden and MLP size counts here; the size is set later.
     sizes |= {"hidden_size": 3, "mlp_size": 8, "num_layers": 2, "head_dim": head_dim}
-    sizes |= {"num_q_heads": 1, "num_kv_heads": 1} | _CHANGES[name]
+    sizes |= {"num_q_heads": 1, "num_kv_heads": 1} | _RIVAL_SETTINGS[name]
     model = ModelConfig(**sizes)
     if name == "sgd":
         return Side(name, model, _SGD, _SGD_RATES)
-    return Side(name, model, _ADAM, _RATES)
+    return Side(name, model, _ADAM, _LEARNING_RATES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ MIN_TEXT_WIDTH = 24
 NUM_EXCERPTS = 2
 """Number of excerpts printed; the report has all of them."""
 
-GAP = 2
-COLORS = {"holds": "green", "fails": "bold red"}
+COLUMN_GAP = 2
+VERDICT_COLORS = {"holds": "green", "fails": "bold red"}
 OTHER = "yellow"
 """Colour of a claim without a verdict."""
 
@@ -58,7 +58,9 @@ def print_parts(parts: Sequence[ReportPart]) -> None:
             if title:
                 console.print(text.Text(title, "bold"), width=width)
             for renderable in below:
-                console.print(padding.Padding(renderable, (0, 0, 0, GAP)), width=width)
+                console.print(
+                    padding.Padding(renderable, (0, 0, 0, COLUMN_GAP)), width=width
+                )
         print("", *(line.rstrip() for line in capture.get().splitlines()), sep="\n")
 
 
@@ -85,7 +87,7 @@ def _grid(sheet: Sheet) -> table.Table:
         box=None,
         show_header=any(sheet.columns),
         header_style="dim",
-        padding=(0, GAP, 0, 0),
+        padding=(0, COLUMN_GAP, 0, 0),
         pad_edge=False,
     )
     for i, head in enumerate(sheet.columns):
@@ -115,7 +117,7 @@ def _excerpts(excerpts: Excerpts) -> table.Table:
 def _verdicts(claims: Sequence[Claim]) -> table.Table:
     grid = _plain_grid()
     for x in claims:
-        color = COLORS.get(x.verdict, OTHER)
+        color = VERDICT_COLORS.get(x.verdict, OTHER)
         grid.add_row(text.Text(x.verdict, color), text.Text(x.claim))
         for line in (claim_numbers(x), x.note):
             if line:
@@ -125,7 +127,7 @@ def _verdicts(claims: Sequence[Claim]) -> table.Table:
 
 def _plain_grid() -> table.Table:
     """Returns a grid of a narrow column and a wide one."""
-    grid = table.Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+    grid = table.Table.grid(padding=(0, COLUMN_GAP, 0, 0), pad_edge=False)
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     return grid
@@ -152,7 +154,7 @@ def _min_width(sheet: Sheet) -> int:
         )  # a transposed single column has no rows
         if _is_prose(sheet, i):
             cells = min(cells, MIN_TEXT_WIDTH)
-        needed += GAP + max(cells, *map(len, head.split("\n")))
+        needed += COLUMN_GAP + max(cells, *map(len, head.split("\n")))
     return needed
 
 

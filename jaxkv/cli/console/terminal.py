@@ -16,7 +16,7 @@ from jaxkv.report import format_rate
 
 REPORT_EVERY_S = 30.0
 """Seconds between two lines of a bar if there is no terminal."""
-PATIENCE_S = 1.0
+REPLY_TIMEOUT_S = 1.0
 """Seconds in which the main thread must react to a second Ctrl-C."""
 
 
@@ -158,7 +158,7 @@ class Terminal:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             again = f"stopping after the current piece; {name} again stops at once"
             self._console.print(again)
-        elif not self._is_left.wait(PATIENCE_S):
+        elif not self._is_left.wait(REPLY_TIMEOUT_S):
             self._live.stop()
             interrupts.exit_now(self._last_words(), self.status)
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import validation
-from jaxkv.engine.state import TILE, EngineConfig, EngineState
+from jaxkv.engine.state import ROW_TILE, EngineConfig, EngineState
 from jaxkv.sampling import Params
 
 
@@ -112,15 +112,15 @@ def place_positions(
 
 
 def map_rows[T](function: Callable[..., T], rows: Any, config: EngineConfig) -> T:
-    """Applies a function to rows, in tiles of `TILE` under reproducible numerics."""
+    """Applies a function to rows; reproducible numerics use tiles of `ROW_TILE`."""
     if config.numerics == "fast":
         return function(*rows)
     num = jax.tree.leaves(rows)[0].shape[0]
-    short = -num % TILE
+    short = -num % ROW_TILE
 
     def split(x: Array) -> Array:
         x = jnp.pad(x, [(0, short)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(-1, TILE, *x.shape[1:])
+        return x.reshape(-1, ROW_TILE, *x.shape[1:])
 
     tiles = lax.map(lambda tile: function(*tile), jax.tree.map(split, rows))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num], tiles)

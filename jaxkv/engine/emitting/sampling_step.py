@@ -25,10 +25,10 @@ from jaxkv.engine.emitting.logit_rows import (
     repeat_places,
 )
 from jaxkv.engine.state import (
-    FULL,
+    FINISH_REASONS,
+    LENGTH_REACHED,
     NOT_A_NUMBER,
     NOT_ENDED,
-    REASONS,
     STOPPED,
     EngineConfig,
     EngineState,
@@ -231,22 +231,22 @@ def _append_tokens(
         counts = emits & ~candidates.invalid
         num = counts.astype(jnp.int32)
         full = num_tokens + num == s.limit[row]
-        why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
+        why = jnp.where(stops, STOPPED, jnp.where(full, LENGTH_REACHED, NOT_ENDED))
         why = jnp.where(candidates.invalid, NOT_A_NUMBER, why)
         reason = jnp.where(emits, why, NOT_ENDED)
     else:
         full = place + 1 == s.limit[owner]
-        why = jnp.where(stops, STOPPED, jnp.where(full, FULL, NOT_ENDED))
+        why = jnp.where(stops, STOPPED, jnp.where(full, LENGTH_REACHED, NOT_ENDED))
         # The first stop condition and its reason, packed in one integer.
         why = why.reshape(row.shape[0], -1)
         num = jnp.where(emits, candidates.num, 0)
         index = jnp.arange(width, dtype=jnp.int32)[None, :]
         ends = (why != NOT_ENDED) & (index < num[:, None])
-        code = index * len(REASONS) + why
-        no_end = width * len(REASONS) + NOT_ENDED
+        code = index * len(FINISH_REASONS) + why
+        no_end = width * len(FINISH_REASONS) + NOT_ENDED
         first = jnp.min(jnp.where(ends, code, no_end), axis=1)
-        num = jnp.minimum(num, first // len(REASONS) + 1)
-        reason = first % len(REASONS)
+        num = jnp.minimum(num, first // len(FINISH_REASONS) + 1)
+        reason = first % len(FINISH_REASONS)
         broken = emits & candidates.invalid & (reason == NOT_ENDED)
         reason = jnp.where(broken, NOT_A_NUMBER, reason)
         counts = place < repeat_places(num_tokens + num, width)

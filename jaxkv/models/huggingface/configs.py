@@ -15,7 +15,7 @@ from jaxkv.models.huggingface.families import FAMILIES, Family
 from jaxkv.models.huggingface.values import shorten
 
 # Activation -> Hugging Face's names of it; the first one is written.
-ACTIVATIONS = {
+ACTIVATION_NAMES = {
     "silu": ("silu", "swish"),
     "gelu": ("gelu",),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh"),
@@ -44,7 +44,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     # Keys and values that ask for other arithmetic are refused.
     read = frozenset()
     if is_rotary:
-        read = positions.KEYS
+        read = positions.ROPE_KEYS
         has_switch = family.windows in ("flagged", "off")
         if has_switch or settings.get("use_sliding_window") is False:
             read |= positions.WINDOW_KEYS
@@ -89,7 +89,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_fields(
-    family: Family, raw: Mapping[str, Any], high: int = values.MAX_SIZE
+    family: Family, raw: Mapping[str, Any], high: int = values.MAX_CONFIG_SIZE
 ) -> dict[str, Any]:
     """Reads the fields that the keys of a family set, and fields derived from them.
 
@@ -141,7 +141,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
       ValueError: the family cannot express a field; the message names the field.
     """
     family = FAMILIES[config.family]
-    written: dict[str, Any] = {"activation": ACTIVATIONS[config.activation][0]}
+    written: dict[str, Any] = {"activation": ACTIVATION_NAMES[config.activation][0]}
     if (experts := config.experts) is not None:
         is_grouped = experts.num_groups > 1
         written |= {
@@ -291,8 +291,8 @@ def _checked(key: str, field: str, value: Any, high: int) -> Any:
         return value == "noaux_tc"
     if field != "activation":
         return values.parse_field(key, field, value, high)
-    for activation, aliases in ACTIVATIONS.items():
+    for activation, aliases in ACTIVATION_NAMES.items():
         if value in aliases:
             return activation
-    names = ", ".join(name for names in ACTIVATIONS.values() for name in names)
+    names = ", ".join(name for names in ACTIVATION_NAMES.values() for name in names)
     raise ValueError(f"{key}={shorten(value)} is not supported, only {names}")

@@ -58,7 +58,7 @@ class Family(NamedTuple):
     aliases: Mapping[str, str] = {}
     """Alias -> key, `attribute_map` in transformers."""
     harmless: tuple[str, ...] = ()
-    """Keys that change no logit of this family, in addition to `harmless.KEYS`."""
+    """Keys that change no logit of this family, besides `harmless.HARMLESS_KEYS`."""
     windows: Literal["never", "always", "flagged", "off", "even", "pattern"] = "never"
     """Layers with the sliding window `sliding_window`, if `layer_types` is absent:
     `never`: none; `always`: all; `flagged`: those from `max_window_layers` on, if

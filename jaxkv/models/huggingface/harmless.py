@@ -10,7 +10,7 @@ from typing import Any
 from jaxkv.models.huggingface.families import Family
 from jaxkv.models.huggingface.values import shorten
 
-KEYS: Mapping[str, tuple[str, ...]] = {
+HARMLESS_KEYS: Mapping[str, tuple[str, ...]] = {
     "origin of the file": (
         "_name_or_path",
         "name_or_path",
@@ -134,7 +134,7 @@ ONLY: Mapping[str, Any] = {
 }
 """Keys of every family that change no logit with this value only."""
 
-_REASONS = {
+_REFUSAL_REASONS = {
     "quantization_config": "only f32, bf16 and f16 weights, and fp8 (e4m3) in blocks "
     "of 128 x 128",
     "compression_config": "only f32, bf16 and f16 weights",
@@ -143,7 +143,7 @@ _REASONS = {
 """Reasons of refusal of some common keys."""
 
 _EVERYWHERE = {"architectures", "model_type", *ONLY}
-_EVERYWHERE.update(key for keys in KEYS.values() for key in keys)
+_EVERYWHERE.update(key for keys in HARMLESS_KEYS.values() for key in keys)
 
 
 def refuse_unknown(
@@ -167,8 +167,8 @@ def refuse_unknown(
         if key not in valid_keys and value not in ("", [], {})
     ]
     for key in unknown:
-        if key in _REASONS:
-            raise ValueError(f"{key} is not supported: {_REASONS[key]}")
+        if key in _REFUSAL_REASONS:
+            raise ValueError(f"{key} is not supported: {_REFUSAL_REASONS[key]}")
     if unknown:
         few = ", ".join(
             f"{shorten(key)[1:-1]}={shorten(settings[key])}" for key in unknown[:3]

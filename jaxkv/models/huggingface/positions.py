@@ -17,7 +17,7 @@ from jaxkv.models.huggingface.values import (
 )
 
 ORIGINAL = "original_max_position_embeddings"
-KEYS = frozenset(
+ROPE_KEYS = frozenset(
     (
         "rope_scaling",
         "rope_parameters",

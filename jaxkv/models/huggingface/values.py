@@ -2,35 +2,44 @@
 
 from typing import Any
 
-MAX_SIZE = 2**31 - 1
+MAX_CONFIG_SIZE = 2**31 - 1
 """Largest size; counts and positions have 32 bits."""
 FP8_BLOCK = 128
 """Rows and columns of a block of 8-bit weights with one scale."""
 _MAX_NUMBER = float.fromhex("0x1.fffffep127")  # the largest float32
 
-_FLAGS = ("tie_embeddings", "qkv_bias", "mlp_bias", "experts.renormalise")
-_NUMBERS = ("norm_eps", "experts.scale", "experts.balance_weight", "experts.bias_rate")
-_COUNTS = ("num_ahead_layers", "experts.num_dense_layers")
+_BOOLEAN_FIELDS = ("tie_embeddings", "qkv_bias", "mlp_bias", "experts.renormalise")
+_REAL_FIELDS = (
+    "norm_eps",
+    "experts.scale",
+    "experts.balance_weight",
+    "experts.bias_rate",
+)
+_FIELDS_FROM_ZERO = ("num_ahead_layers", "experts.num_dense_layers")
 """Fields that are flags, numbers, and counts from 0; all other fields are sizes."""
 
 
-def parse_field(key: str, field: str, value: Any, high: int = MAX_SIZE) -> Any:
+def parse_field(key: str, field: str, value: Any, high: int = MAX_CONFIG_SIZE) -> Any:
     """Returns a value as the type of its field; errors as in the functions below."""
-    if field in _FLAGS:
+    if field in _BOOLEAN_FIELDS:
         return parse_flag(key, value)
     if field == "experts.dense_layers":
         if not isinstance(value, list):
             raise ValueError(f"{key}={shorten(value)} must be a list")
         return value
-    if field not in _NUMBERS:
-        return parse_size(key, value, low=0 if field in _COUNTS else 1, high=high)
+    if field not in _REAL_FIELDS:
+        return parse_size(
+            key, value, low=0 if field in _FIELDS_FROM_ZERO else 1, high=high
+        )
     may_be_zero = field in ("experts.balance_weight", "experts.bias_rate")
     if may_be_zero and type(value) in (int, float) and value == 0:
         return 0.0
     return parse_positive_number(key, value)
 
 
-def parse_size(key: str, value: Any, *, low: int = 1, high: int = MAX_SIZE) -> int:
+def parse_size(
+    key: str, value: Any, *, low: int = 1, high: int = MAX_CONFIG_SIZE
+) -> int:
     """Returns an integer in [low, most].
 
     Raises:

@@ -40,7 +40,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Safetensors' names of the supported element types.
 STORED_TYPES = ("F32", "BF16", "F16", "F64")
-SCALES = "_scale_inv"
+SCALE_SUFFIX = "_scale_inv"
 """Suffix of the scales of a tensor in 8 bits."""
 
 
@@ -89,14 +89,14 @@ def load_params(
     }
     expected |= {copy: expected[name] for copy, name in copies.items()}
     expected |= {
-        name + SCALES: tuple(-(-size // FP8_BLOCK) for size in shape)
+        name + SCALE_SUFFIX: tuple(-(-size // FP8_BLOCK) for size in shape)
         for name, shape in expected.items()
-        if name + SCALES in file_names
+        if name + SCALE_SUFFIX in file_names
     }
     _check_tensors(folder, expected, tensors, file_names)
 
     def read(name: str, dtype: np.dtype) -> np.ndarray:
-        scales = file_names.get(name + SCALES)
+        scales = file_names.get(name + SCALE_SUFFIX)
         return _read(tensors, file_names[name], dtype, scales)
 
     def bits(name: str) -> np.ndarray:  # for an exact comparison, also of NaN
@@ -228,7 +228,7 @@ def _check_tensors(
                 f"{path}: {name} has shape {tuple(view.get_shape())}, "
                 f"config.json asks for {shape}"
             )
-        types = ("F8_E4M3",) if full_name + SCALES in expected else STORED_TYPES
+        types = ("F8_E4M3",) if full_name + SCALE_SUFFIX in expected else STORED_TYPES
         if view.get_dtype() not in types:
             raise ValueError(
                 f"{path}: {name} is of type {view.get_dtype()}, "

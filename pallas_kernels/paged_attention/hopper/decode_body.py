@@ -287,14 +287,16 @@ def _shape_scores(
 def _is_visible(shape, begin, rows: Ref):
     """Returns the mask of each row's positions: `[64, tile]`."""
     place = softmax.key_positions(shape, begin)
-    column = place - softmax.load_row_values(rows.at[decode_plan.LIMIT], shape)
+    column = place - softmax.load_row_values(rows.at[decode_plan.END_POSITION], shape)
     mask = column < 0
-    for line in range(decode_plan.WORDS, rows.shape[0]):
+    for line in range(decode_plan.ANCESTOR_WORDS, rows.shape[0]):
         word = softmax.load_row_values(rows.at[line], shape)
         bit = lax.shift_right_logical(word, column & 31) & 1
-        nth = line - decode_plan.WORDS
+        nth = line - decode_plan.ANCESTOR_WORDS
         mask |= (bit == 1) & (lax.shift_right_arithmetic(column, 5) == nth)
-    return mask & (place >= softmax.load_row_values(rows.at[decode_plan.FIRST], shape))
+    return mask & (
+        place >= softmax.load_row_values(rows.at[decode_plan.FIRST_POSITION], shape)
+    )
 
 
 def _clear(values, begin, low, high, share: _Share, shared: DecodeSharedMemory) -> None:

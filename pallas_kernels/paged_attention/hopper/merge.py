@@ -24,7 +24,7 @@ from pallas_kernels.paged_attention.merging import PartialStates
 from pallas_kernels.paged_attention.stream_k import Tiling
 from pallas_kernels.row_packing import Packing
 
-COLUMNS = 128
+MAX_HEAD_COLUMNS = 128
 """Columns of a state in one program; its registers hold two states of so many."""
 _STAGES = 2
 
@@ -61,7 +61,7 @@ def merge_and_unpack_mosaic_gpu(
     num_blocks, kv_heads, block_rows, head_dim = states.out.shape
     (_, tokens), (rows,) = packing.row.shape, packing.block.shape
     moved = min(block_rows, WGMMA_ROWS)
-    width = min(head_dim, COLUMNS)
+    width = min(head_dim, MAX_HEAD_COLUMNS)
     stretches = range(-(-block_rows // WGMMA_ROWS))
     # With one row a block, every row is in a block.
     is_row_a_block = tokens == 1 and num_blocks == rows

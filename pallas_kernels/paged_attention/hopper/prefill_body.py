@@ -123,7 +123,7 @@ def _walk(inputs: PrefillInputs, programs: int, visit) -> tuple[Any, Any]:
                 head=lax.rem(number(turn), jnp.int32(q_heads)),
                 index=turn,
                 ring=ring,
-                first=inputs.tiles[prefill_plan.FIRST, tile],
+                first=inputs.tiles[prefill_plan.FIRST_KV, tile],
                 inner=inputs.tiles[prefill_plan.INNER, tile],
                 num_inner=inputs.tiles[prefill_plan.NUM_INNER, tile],
                 num_kv=num_kv,
@@ -264,9 +264,9 @@ def _send(
     lse = state.top + jnp.log2(state.total)
     out = state.out * softmax.broadcast_rows(1.0 / state.total, state.out.shape)
     start = inputs.tiles[prefill_plan.ROW, item.tile] + warpgroup * WGMMA_ROWS
-    begin = inputs.tiles[prefill_plan.BEGIN, item.tile]
-    end = inputs.tiles[prefill_plan.END, item.tile]
-    is_whole = inputs.tiles[prefill_plan.WHOLE + warpgroup, item.tile] == 1
+    begin = inputs.tiles[prefill_plan.BEGIN_ROW, item.tile]
+    end = inputs.tiles[prefill_plan.END_ROW, item.tile]
+    is_whole = inputs.tiles[prefill_plan.IS_FULL + warpgroup, item.tile] == 1
 
     for column in range(0, head_dim, width):
         columns = pl.ds(column, width)

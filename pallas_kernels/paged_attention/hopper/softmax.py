@@ -24,8 +24,8 @@ type Ref = Any
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
-"""Score of a masked position: finite, and far below `LOWEST`."""
-LOWEST = -1e20
+"""Score of a masked position: finite, and far below `LOWEST_SCORE`."""
+LOWEST_SCORE = -1e20
 """Initial value of the running maximum. A row without a key keeps it, with weights
 2 ** (MASKED - LOWEST) = 0 under any rounding of the compiler."""
 
@@ -73,7 +73,7 @@ def init_rows(head_dim: int) -> RowState:
         out=plgpu.layout_cast(
             jnp.zeros((WGMMA_ROWS, head_dim), wide), plgpu.Layout.WGMMA
         ),
-        top=plgpu.layout_cast(jnp.full((WGMMA_ROWS,), LOWEST, wide), per_row),
+        top=plgpu.layout_cast(jnp.full((WGMMA_ROWS,), LOWEST_SCORE, wide), per_row),
         total=plgpu.layout_cast(jnp.zeros((WGMMA_ROWS,), wide), per_row),
     )
 

@@ -23,7 +23,7 @@ from scaling.calibration import (
     draw_coefficients,
 )
 
-LATENCIES = {
+LATENCY_STATISTICS = {
     "end-to-end mean": ("end_to_end_s", "mean"),
     "end-to-end P99": ("end_to_end_s", "p99"),
     "first token mean": ("first_token_s", "mean"),
@@ -36,7 +36,7 @@ LATENCIES = {
 END_TO_END = "end-to-end mean"
 FIRST_TOKEN = "first token median"
 """The numbers that are fitted, and that have bars."""
-LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
+QUANTILE_LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Quantiles of a prediction."""
 
 
@@ -57,7 +57,7 @@ class Predictions(ResultTable):
     stage: Texts = column("name of the predicted stage")
     model: Texts = column("checkpoint")
     rate_per_s: Floats = column("requests per second", heading="requests/s")
-    latency: Texts = column("a key of `LATENCIES`")
+    latency: Texts = column("a key of `LATENCY_STATISTICS`")
     measured_s: Floats = column("as the clients measured it", heading="measured")
     low_s: Floats = column("5 % quantile", heading="5 %")
     quarter_s: Floats = column("25 % quantile", heading="25 %")
@@ -116,7 +116,7 @@ class Coefficients(ResultTable):
 class Errors(ResultTable):
     """Errors of the predictions of a kind, by latency."""
 
-    latency: Texts = column("a key of `LATENCIES`")
+    latency: Texts = column("a key of `LATENCY_STATISTICS`")
     median: Floats = column("median error", heading="median error", form=format_percent)
     worst: Floats = column("largest error", heading="worst", form=format_percent)
     worst_stage: Texts = column("its stage", heading="its stage")
@@ -145,7 +145,7 @@ class CalibrationResult(ResultRecord):
     def errors(self, left_out: str) -> Errors:
         """Returns the errors of the predictions of a kind, by latency."""
         rows = []
-        for name in LATENCIES:
+        for name in LATENCY_STATISTICS:
             found = self.predictions.where(left_out=left_out, latency=name)
             error = np.abs(found.error)
             worst = int(np.argmax(error))
@@ -161,8 +161,10 @@ def prediction_rows(
     stage: MeasuredStage, latencies: StageLatencies, left_out: str, fit: int
 ) -> Iterator[tuple[Any, ...]]:
     """Yields the rows of `Predictions` for a stage."""
-    for name, (latency, statistic) in LATENCIES.items():
-        quantiles = np.quantile(getattr(getattr(latencies, latency), statistic), LEVELS)
+    for name, (latency, statistic) in LATENCY_STATISTICS.items():
+        quantiles = np.quantile(
+            getattr(getattr(latencies, latency), statistic), QUANTILE_LEVELS
+        )
         measured_s = getattr(getattr(stage, latency), statistic)
         place = (left_out, fit, stage.name, stage.model, stage.rate_per_s, name)
         yield *place, measured_s, *quantiles

@@ -28,7 +28,7 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, Sheet, Study, format_percent, format_seconds
 from scaling import shapes
 from scaling.calibration import (
-    NUM_ROUNDS,
+    FIT_ROUNDS,
     MeasuredStage,
     ServerCoefficients,
     fit_posterior,
@@ -50,8 +50,8 @@ from scaling.cli.calibrate.result import (
     prediction_rows,
 )
 
-DATA = "JAXKV_DATA"
-PUBLISHED = "vllm_h100/runs.csv"
+DATA_VARIABLE = "JAXKV_DATA"
+PUBLISHED_RUNS = "vllm_h100/runs.csv"
 """Environment variable with the folder of published data, and a file in it."""
 DESCRIPTIONS = {
     "model": "model left out",
@@ -120,7 +120,7 @@ def predict_stages(
             f"{path}: {len(kept)} of {len(stages)} stages are not overloaded, too few "
             f"for leave_out={config.leave_out!r}"
         )
-    num = sum(NUM_ROUNDS * len(fitted) + len(held) for _, fitted, held in folds)
+    num = sum(FIT_ROUNDS * len(fitted) + len(held) for _, fitted, held in folds)
     update = progress.bar("calibration", num, "simulations")
     done = 0
     rows = []
@@ -186,16 +186,18 @@ class _Stopped(Exception):
 
 
 def find_measured_runs(name: str) -> Path:
-    """Returns the path of a table, by default the published one in `DATA`.
+    """Returns the path of a table, by default the published one in `DATA_VARIABLE`.
 
     Raises:
       ValueError: the name is empty, and the environment variable is not set.
     """
     if name:
         return Path(name)
-    if not (folder := os.environ.get(DATA)):
-        raise ValueError(f"runs='' needs {DATA}, the folder that has {PUBLISHED}")
-    return Path(folder) / PUBLISHED
+    if not (folder := os.environ.get(DATA_VARIABLE)):
+        raise ValueError(
+            f"runs='' needs {DATA_VARIABLE}, the folder that has {PUBLISHED_RUNS}"
+        )
+    return Path(folder) / PUBLISHED_RUNS
 
 
 def _name(model: str) -> str:
@@ -210,7 +212,7 @@ def plot(axes: Any, result: CalibrationResult) -> None:
         predictions = result.predictions.where(left_out=kind, latency=latency)
         labels: list[str] = []
         models = predictions.distinct("model")
-        for model, color in zip(models, _COLORS * len(models), strict=False):
+        for model, color in zip(models, _MODEL_COLORS * len(models), strict=False):
             part = predictions.where(model=model)
             part = part.at(np.argsort(part.rate_per_s))
             y = -np.arange(len(labels), len(labels) + len(part))
@@ -232,7 +234,7 @@ def plot(axes: Any, result: CalibrationResult) -> None:
         ax.legend()
 
 
-_COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
+_MODEL_COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
 
 
 def metrics(result: CalibrationResult) -> dict[str, Any]:
@@ -278,7 +280,7 @@ def summary(result: CalibrationResult) -> list[ReportPart]:
         parts.append(Sheet(f"stages: {DESCRIPTIONS[kind]}", heads, rows))
         parts.append(result.errors(kind).sheet(f"errors: {DESCRIPTIONS[kind]}"))
     if len(result.coefficients):
-        parts.append(result.coefficients.sheet("coefficients", note=_NOTE))
+        parts.append(result.coefficients.sheet("coefficients", note=_PRIOR_NOTE))
     if len(result.overloaded):
         title = f"overloaded: {len(result.overloaded)}, neither fitted nor scored"
         parts.append(result.overloaded.sheet(title))
@@ -286,7 +288,7 @@ def summary(result: CalibrationResult) -> list[ReportPart]:
     return parts
 
 
-_NOTE = (
+_PRIOR_NOTE = (
     "The prior of decode_kv_ratio and layer_s was chosen after predictions of left-out "
     "models had missed this project's bars; see `scaling.calibration.PRIOR`."
 )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from scaling.costs import (
-    BYTES,
+    BYTES_PER_NUMBER,
     MIXED,
     SINGLE,
     Attention,
@@ -50,7 +50,7 @@ class CostCase(NamedTuple):
     @property
     def number_bytes(self) -> int:
         """Bytes of a weight, and of a number in K or V, in serving."""
-        return BYTES[self.dtype]
+        return BYTES_PER_NUMBER[self.dtype]
 
     @property
     def bytes_per_param(self) -> BytesPerParam:

@@ -36,7 +36,7 @@ from scaling.costs import (
 )
 from scaling.shapes import CONFIGS, ModelShape, load_shape
 
-MAX_TOKENS = 2**40
+MAX_BATCH_TOKENS = 2**40
 DEFAULT_SEQUENCE = 4096
 """Default tokens of a sequence, if the model supports as many."""
 
@@ -83,7 +83,7 @@ class CostOptions:
           ValueError: a size is out of range.
         """
         sizes = ["batch"] if self.sequence is None else ["batch", "sequence"]
-        validation.within(self, *sizes, low=1, high=MAX_TOKENS)
+        validation.within(self, *sizes, low=1, high=MAX_BATCH_TOKENS)
 
 
 def main(args: list[str]) -> CommandOutput:

@@ -20,8 +20,8 @@ from jaxkv.plotting import (
 from scaling.cli.cost.case import CostCase
 from scaling.costs import decode_work, forward_terms, prefill_work, training_memory
 
-_POLICIES = ("none", "selective", "boundary")
-_CONTEXTS = (128, 1024, 8192)
+_RECOMPUTE_POLICIES = ("none", "selective", "boundary")
+_CONTEXT_LENGTHS = (128, 1024, 8192)
 
 
 def render_cost_figure(case: CostCase) -> dict[str, bytes]:
@@ -43,21 +43,21 @@ def _flops(ax: Any, case: CostCase) -> None:
     for length in lengths:
         sums: Counter[str] = Counter()
         for term in case.evaluate(forward_terms, batch=1, sequence=length):
-            part = "scores, values" if term.growth == "s^2" else _PARTS[term.part]
+            part = "scores, values" if term.growth == "s^2" else _PART_NAMES[term.part]
             sums[part] += term.flops / length / 1e9
         for part, value in sums.items():
             parts.setdefault(part, []).append(value)
-    order = [name for name in _LOOKS if name in parts]
+    order = [name for name in _PART_STYLES if name in parts]
     areas = ax.stackplot(
         lengths,
         [parts[name] for name in order],
         labels=order,
-        colors=[plotting.colors()[_LOOKS[name][0]] for name in order],
+        colors=[plotting.colors()[_PART_STYLES[name][0]] for name in order],
         edgecolor="white",
         linewidth=0.5,
     )
     for area, name in zip(areas, order, strict=True):
-        area.set_hatch(_LOOKS[name][1])
+        area.set_hatch(_PART_STYLES[name][1])
     draw_reference_line(ax, case.sequence, f"{case.sequence:,} tokens", along="y")
     ax.set_xscale("log", base=2)
     ax.set_xlim(lengths[0], lengths[-1])
@@ -68,14 +68,14 @@ def _flops(ax: Any, case: CostCase) -> None:
     ax.legend(reverse=True)
 
 
-_PARTS = {
+_PART_NAMES = {
     "attention": "projections",
     "mlp": "FFN",
     "experts": "experts",
     "head": "head",
     "ahead": "ahead",
 }
-_LOOKS = {
+_PART_STYLES = {
     "head": (PURPLE, ""),
     "projections": (BLUE, ""),
     "FFN": (GREEN, "//"),
@@ -88,7 +88,8 @@ _LOOKS = {
 def _memory(ax: Any, case: CostCase) -> None:
     """Draws the training memory of the fullest device by checkpointing policy."""
     memories = [
-        case.evaluate(training_memory, checkpointing=policy) for policy in _POLICIES
+        case.evaluate(training_memory, checkpointing=policy)
+        for policy in _RECOMPUTE_POLICIES
     ]
     bottom = [0.0] * len(memories)
     groups = {
@@ -103,7 +104,7 @@ def _memory(ax: Any, case: CostCase) -> None:
         heights = [sum(getattr(x, name) for name in names) / 1e9 for x in memories]
         look: dict[str, Any] = {"color": plotting.colors()[color], "hatch": hatch}
         look |= {"label": label, "width": 0.64, "edgecolor": "white"}
-        ax.bar(_POLICIES, heights, bottom=bottom, **look)
+        ax.bar(_RECOMPUTE_POLICIES, heights, bottom=bottom, **look)
         bottom = [x + y for x, y in zip(bottom, heights, strict=True)]
     limit = case.device.memory_bytes / 1e9
     draw_reference_line(ax, limit, f"{case.device.name}, {limit:.0f} GB")
@@ -118,7 +119,7 @@ def _decode(ax: Any, case: CostCase) -> None:
     """Draws the intensity of decoding against the batch, by context length."""
     batches = [2**x for x in range(13)]
     bound = []
-    looks = zip(_CONTEXTS, (5, 1, 6), "osv", strict=True)
+    looks = zip(_CONTEXT_LENGTHS, (5, 1, 6), "osv", strict=True)
     for context, color, mark in looks:
         works = [case.evaluate(decode_work, batch=x, context=context) for x in batches]
         intensities = [work.intensity for work in works]

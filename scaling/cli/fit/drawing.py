@@ -21,7 +21,7 @@ from jaxkv.plotting import (
 from jaxkv.report import format_count
 from scaling.cli.fit.result import Contour, LogFits
 
-LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
+CONTOUR_LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
 """Contour levels of the objective, relative to its minimum."""
 MAX_DOTS = 4096
 """Largest number of rows drawn as dots; of more rows, a fixed random sample is
@@ -162,7 +162,7 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     if not contour.x_name:
         _write_notice(ax, "fewer than two exponents,\nor fixed coefficients")
         return
-    log_levels = np.log10(LEVELS)
+    log_levels = np.log10(CONTOUR_LEVELS)
     height = np.log10(contour.objective)
     if not height.size:
         ax.set_title(f"{law}: where resamples ended")
@@ -171,7 +171,10 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     if height.max(initial=0.0) > log_levels[0]:
         look = {"levels": log_levels, "colors": "0.35", "linewidths": 0.8}
         lines = ax.contour(contour.x, contour.y, height, **look)
-        names = {float(at): f"{x:g}" for at, x in zip(log_levels, LEVELS, strict=True)}
+        names = {
+            float(at): f"{x:g}"
+            for at, x in zip(log_levels, CONTOUR_LEVELS, strict=True)
+        }
         ax.clabel(lines, fmt=lambda at: names.get(float(at), ""), fontsize=9)
     x = contour.x
     y = contour.y

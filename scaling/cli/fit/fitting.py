@@ -15,7 +15,7 @@ from scaling.cli.fit.groups import ROLLOUT, FitGroup, fit_groups
 from scaling.cli.fit.result import LogFits
 from scaling.fits import describe_thinning, measure_goodness, predict, to_json
 from scaling.laws import Law, find_law
-from scaling.logs import SIZES, Log, LogColumns, find_doubts, mentions, read_log
+from scaling.logs import SIZE_COLUMNS, Log, LogColumns, find_doubts, mentions, read_log
 from scaling.sweeps import shared_shape
 
 
@@ -60,7 +60,7 @@ def fit_log(config: FitConfig, progress: Progress = QUIET) -> LogFits:
         document=dumps(_document(config, log, parts, is_fitted, unfitted)),
         target=chosen[0].target,
         row=np.array([row.number for row in log.raw]),
-        **{name: log.columns.get(name, unknown) for name in SIZES},
+        **{name: log.columns.get(name, unknown) for name in SIZE_COLUMNS},
         loss=log.columns[chosen[0].target],
         is_fitted=is_fitted,
         predicted=predicted,
@@ -174,7 +174,7 @@ def _choices(config: FitConfig, log: Log, is_fitted: np.ndarray) -> Iterator[str
     num_rows = is_fitted.size
     if line := describe_thinning(num_fitted):
         yield line
-    if num_fitted > (limit := grids.MAX_ROWS):
+    if num_fitted > (limit := grids.MAX_GRID_ROWS):
         yield f"the contour of the objective is not drawn: more than {limit:,} rows"
     if num_rows > (limit := drawing.MAX_DOTS):
         yield f"the figure has dots for {limit:,} of {num_rows:,} rows"

@@ -11,7 +11,7 @@ from scaling.cli.fit.result import Contour, PlotCurve
 from scaling.fits import FitResult, choose_pair, predict, profile_objective
 from scaling.frontiers import PARABOLA, FrontierSet, average_by_size, fit_parabola
 from scaling.laws import Optimum, compute_optimum
-from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, SIZES
+from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, SIZE_COLUMNS
 
 MAX_SIZES = 6
 """Largest number of distinguishable curves in one panel."""
@@ -21,7 +21,7 @@ NUM_CELLS = (41, 61)
 """Cells of a contour along each axis: for many runs, and for fewer than `FEW_RUNS`,
 whose valleys are narrow compared with the spread of their resamples."""
 FEW_RUNS = 60
-MAX_ROWS = 1024
+MAX_GRID_ROWS = 1024
 """Largest number of rows for a contour of the objective: time and memory grow with the
 rows, and for more rows the objective is nearly flat over the range of the resamples."""
 
@@ -39,15 +39,15 @@ def loss_curves(
       for several groups, whose curves would overlap.
     """
     fit = parts[0].fits[0]
-    if len(parts) > 1 or not {*SIZES} <= columns.keys():
+    if len(parts) > 1 or not {*SIZE_COLUMNS} <= columns.keys():
         return np.empty(0), PlotCurve(np.empty((0, 0)), np.empty((0, 0)))
-    n, d, c = (columns[name] for name in SIZES)
+    n, d, c = (columns[name] for name in SIZE_COLUMNS)
     sizes = np.unique(n)
     if sizes.size > MAX_SIZES:
         places = np.linspace(0, sizes.size - 1, MAX_SIZES).round().astype(int)
         sizes = sizes[places]
     flops = np.geomspace(c.min() / 2, c.max() * 2, NUM_POINTS)
-    if not {*fit.inputs} <= {*SIZES}:
+    if not {*fit.inputs} <= {*SIZE_COLUMNS}:
         sizes = sizes[:0]
     x = np.tile(flops, (sizes.size, 1))
     y = np.full(x.shape, np.nan)
@@ -85,8 +85,8 @@ def _frontier(fit: FitResult, rows: np.ndarray, columns: Columns) -> PlotCurve:
     law = fit.find_law()
     selected = {name: x[rows] for name, x in columns.items()}
     empty = PlotCurve(np.empty(0), np.empty(0))
-    if not {*SIZES} <= columns.keys():
-        size_names = [name for name in SIZES if name in columns]
+    if not {*SIZE_COLUMNS} <= columns.keys():
+        size_names = [name for name in SIZE_COLUMNS if name in columns]
         if [*law.inputs] != size_names:
             return empty
         sizes = selected[size_names[0]]
@@ -112,7 +112,7 @@ def optimum_at(
 
 def _per_param_and_token(columns: Columns) -> float:
     """Returns C / (N D) of the runs: 6, unless their FLOPs were counted differently."""
-    n, d, c = (columns[name] for name in SIZES)
+    n, d, c = (columns[name] for name in SIZE_COLUMNS)
     return float(np.median(c / (n * d)))
 
 
@@ -195,7 +195,7 @@ def objective_contour(fit: FitResult, columns: Columns) -> Contour:
         cells = NUM_CELLS[fit.num_points < FEW_RUNS]
         axes.append(np.linspace(value - half, value + half, cells))
     x, y = axes
-    if fit.num_points > MAX_ROWS:
+    if fit.num_points > MAX_GRID_ROWS:
         none = np.empty((0, 0))
         return Contour(*names, x, y, none, samples[:, 0], samples[:, 1])
     objective = profile_objective(fit, columns, names, x, y)

@@ -20,11 +20,11 @@ from scaling.frontiers import (
     vertex_shift,
 )
 
-MAX_ROWS = 25
+MAX_TABLE_ROWS = 25
 """Largest number of held-out runs in a table; the largest runs by compute are
 listed."""
 
-KEYS = (
+FIT_KEYS = (
     "law",
     "coefficients",
     "intervals",
@@ -85,7 +85,7 @@ def summary(result: LogFits) -> list[ReportPart]:
 
 
 def _keys(fit: dict[str, Any]) -> dict[str, Any]:
-    return {key: fit[key] for key in KEYS} | {
+    return {key: fit[key] for key in FIT_KEYS} | {
         key: fit[key] for key in OPTIONAL if fit.get(key)
     }
 
@@ -175,7 +175,7 @@ def _frontiers(document: dict[str, Any]) -> Sheet:
 
 def _held_out(result: LogFits) -> Sheet:
     held = np.flatnonzero(~result.is_fitted)
-    shown = held[np.argsort(-result.flops[held], kind="stable")][:MAX_ROWS]
+    shown = held[np.argsort(-result.flops[held], kind="stable")][:MAX_TABLE_ROWS]
     rows = []
     for i in shown:
         cells = [format_number(int(result.row[i]))]
@@ -208,14 +208,16 @@ def _interval(
     if pair is None:
         return "-"
     low, high = (math.nan if x is None else x for x in pair)
-    if not is_informative(low, high, value) or (share and high - low > _OPEN):
+    if not is_informative(low, high, value) or (
+        share and high - low > _MAX_SHARE_WIDTH
+    ):
         return "unknown"
     return f"{_short(low)} to {_short(high)}"
 
 
-_OPEN = 0.9
+_MAX_SHARE_WIDTH = 0.9
 """Width from which an interval of an exponent in (0, 1) is uninformative."""
-_FAR = 1e4
+_MAX_INTERVAL_RATIO = 1e4
 """Ratio of an interval's end to the estimate from which the interval is
 uninformative."""
 
@@ -225,7 +227,7 @@ def is_informative(low: float, high: float, value: float | None = None) -> bool:
     if not (math.isfinite(low) and math.isfinite(high)):
         return False
     bound = max(abs(low), abs(high))
-    return value is None or bound <= _FAR * max(abs(value), 1e-3)
+    return value is None or bound <= _MAX_INTERVAL_RATIO * max(abs(value), 1e-3)
 
 
 def _short(value: float | None) -> str:
@@ -310,7 +312,7 @@ def disjoint_intervals(
     apart = [
         pair
         for pair in pairs
-        if abs(pair[0][1] - pair[1][1]) > _NEAR
+        if abs(pair[0][1] - pair[1][1]) > _EXPONENT_DIFFERENCE
         and max(pair[0][2][0], pair[1][2][0]) > min(pair[0][2][1], pair[1][2][1])
     ]
     if not apart:
@@ -322,5 +324,5 @@ def disjoint_intervals(
     return [f"intervals of a, N* ~ C^a, do not overlap: {listed}"]
 
 
-_NEAR = 0.02
+_EXPONENT_DIFFERENCE = 0.02
 """Largest difference of exponents that is ignored."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jaxkv.validation import format_unknown_name
-from scaling.cli.plan.options import MOST, PlanOptions
+from scaling.cli.plan.options import MAX_VALUE, PlanOptions
 from scaling.fits import from_json
 from scaling.laws import CHINCHILLA, CONSTANTS, LAWS
 from scaling.logs import read_log_text
@@ -27,7 +27,7 @@ from scaling.plan import (
 
 USUAL = {"vocab_size": 32_000, "sequence": 4096}
 """Defaults of architectures, if neither the options nor a sweep give values."""
-_SHAPE = {"vocab_size": int, "sequence": int, "tie_embeddings": bool}
+_SHAPE_FIELDS = {"vocab_size": int, "sequence": int, "tie_embeddings": bool}
 
 
 def resolve_plan_case(options: PlanOptions) -> PlanCase:
@@ -41,9 +41,9 @@ def resolve_plan_case(options: PlanOptions) -> PlanCase:
     served = options.inference_tokens
     if options.serve_mfu is not None:
         served *= options.mfu / options.serve_mfu
-    if served > MOST:
+    if served > MAX_VALUE:
         raise ValueError(
-            f"serving takes {served:.4g} tokens' worth: must be at most {MOST:g}"
+            f"serving takes {served:.4g} tokens' worth: must be at most {MAX_VALUE:g}"
         )
     # Properties of architectures: the options, or else those of the fitted runs.
     shape_options = {name: getattr(options, name) for name in USUAL}
@@ -74,7 +74,7 @@ def resolve_plan_case(options: PlanOptions) -> PlanCase:
             raise ValueError(
                 f"--target-loss {case.target_loss:g} by {loss_model.name}: {error}"
             ) from None
-    if case.flops > MOST:
+    if case.flops > MAX_VALUE:
         line = f"a budget of {case.flops:.4g} FLOPs is too large for any design"
         raise ValueError(line)
     return case
@@ -123,9 +123,9 @@ def _read_fit(path: Path, group: str | None) -> LossModel:
     count = document.get("count")
     shape = document.get("shape", {})
     if not isinstance(shape, dict) or any(
-        type(shape[name]) is not _SHAPE.get(name) for name in shape
+        type(shape[name]) is not _SHAPE_FIELDS.get(name) for name in shape
     ):
-        raise ValueError(f"{shape=} must hold numbers of {[*_SHAPE]}")
+        raise ValueError(f"{shape=} must hold numbers of {[*_SHAPE_FIELDS]}")
     doubts = document.get("log_warnings", [])
     if not isinstance(doubts, list) or not all(isinstance(x, str) for x in doubts):
         raise ValueError("log_warnings must be sentences")

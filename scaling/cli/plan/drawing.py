@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxkv import plotting
 from jaxkv.plotting import (
-    POINTS,
+    FONT_POINTS,
     draw_curve,
     draw_reference_line,
     label_log_axis,
@@ -88,7 +88,7 @@ def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
     # Set the scales first, because the contour labels depend on them.
     ax.set(xscale="log", yscale="log", xlim=sizes[[0, -1]], ylim=tokens[[0, -1]])
     lines = ax.contour(sizes, tokens, losses, levels, colors=_GREY, linewidths=1)
-    ax.clabel(lines, fmt="%.2f", fontsize=POINTS)
+    ax.clabel(lines, fmt="%.2f", fontsize=FONT_POINTS)
     ax.plot([], [], color=_GREY, linewidth=1, label="equal loss [nats/token]")
     left = tokens_left(case.flops, sizes, case.served)
     draw_curve(ax, sizes[left > 0], left[left > 0], 5, "the budget", marker="")

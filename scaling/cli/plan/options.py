@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from jaxkv.cli import describe_default, refuse_outside
 
-LEAST = 1e-6
-MOST = 1e40
+MIN_VALUE = 1e-6
+MAX_VALUE = 1e40
 """Limits of any amount; products would overflow beyond them."""
 
 
@@ -84,8 +84,10 @@ class PlanOptions:
         """
         amounts = ("budget_usd", "flops", "days", "devices", "unique_tokens")
         for name in (*amounts, "target_loss"):
-            refuse_outside(self, name, f"in [{LEAST:g}, {MOST:g}]", LEAST, MOST)
-        refuse_outside(self, "inference_tokens", f"in [0, {MOST:g}]", 0, MOST)
+            refuse_outside(
+                self, name, f"in [{MIN_VALUE:g}, {MAX_VALUE:g}]", MIN_VALUE, MAX_VALUE
+            )
+        refuse_outside(self, "inference_tokens", f"in [0, {MAX_VALUE:g}]", 0, MAX_VALUE)
         for name in ("mfu", "serve_mfu"):
             refuse_outside(self, name, "in (0, 1]", math.nextafter(0, 1), 1)
         refuse_outside(self, "level", "in (0, 1)", math.nextafter(0, 1), _BELOW_ONE)

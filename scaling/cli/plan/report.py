@@ -364,10 +364,12 @@ def _short(shape: PlanDocument) -> str:
 def _range(ends: tuple[float, float], form: str) -> str:
     """Returns an interval as text; "unknown" if an end is infinite or too far away."""
     low, high = ends
-    if not (math.isfinite(low) and math.isfinite(high)) or high > _OPEN * abs(low):
+    if not (math.isfinite(low) and math.isfinite(high)) or high > _MAX_BAND_RATIO * abs(
+        low
+    ):
         return "unknown"
     return f"{low:{form}} to {high:{form}}"
 
 
-_OPEN = 1e8
+_MAX_BAND_RATIO = 1e8
 """Ratio of the ends from which an interval is uninformative."""

@@ -36,7 +36,7 @@ from scaling.cli.simulate.options import SimulateOptions, parse_sweep, parse_tok
 NUM_REQUESTS = 200
 """Requests in the window without `--num-requests` and `--duration`, at least."""
 
-_PAIRS = {"sharegpt": SHAREGPT, "alpaca": ALPACA}
+_LENGTH_PAIRS = {"sharegpt": SHAREGPT, "alpaca": ALPACA}
 
 
 class Loads(NamedTuple):
@@ -98,13 +98,13 @@ def _length_pair(options: SimulateOptions, setup: ServerSetup) -> Pair:
     prompt = parse_tokens("--prompt-tokens", options.prompt_tokens)
     answer = parse_tokens("--answer-tokens", options.answer_tokens)
     if isinstance(prompt, str) and prompt == answer:
-        pair = _PAIRS[prompt]
+        pair = _LENGTH_PAIRS[prompt]
     else:
         pair = Pair(
-            prompt=_PAIRS[prompt].prompt
+            prompt=_LENGTH_PAIRS[prompt].prompt
             if isinstance(prompt, str)
             else Fixed(tokens=prompt),
-            output=_PAIRS[answer].output
+            output=_LENGTH_PAIRS[answer].output
             if isinstance(answer, str)
             else Fixed(tokens=answer),
             keeps_means=True,

@@ -11,9 +11,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from jaxkv.cli import describe_default, refuse_outside
 
-LATENCIES = ("e2e", "ttft", "tpot")
-STATISTICS = ("mean", "p50", "p90", "p99")
-MAX_TOKENS = 2**29
+LATENCY_OPTIONS = ("e2e", "ttft", "tpot")
+STATISTIC_OPTIONS = ("mean", "p50", "p90", "p99")
+MAX_REQUEST_TOKENS = 2**29
 """Largest number of tokens of a prompt or an answer."""
 
 
@@ -21,9 +21,9 @@ class LatencyObjective(NamedTuple):
     """A limit of a statistic of a latency over the requests."""
 
     latency: str
-    """One of `LATENCIES`."""
+    """One of `LATENCY_OPTIONS`."""
     statistic: str
-    """One of `STATISTICS`."""
+    """One of `STATISTIC_OPTIONS`."""
     limit_s: float
 
     @property
@@ -146,7 +146,7 @@ def parse_tokens(flag: str, text: str) -> int | str:
     name = text.lower()
     if name in ("", "sharegpt", "alpaca"):
         return name
-    if text.isdecimal() and 1 <= int(text) <= MAX_TOKENS:
+    if text.isdecimal() and 1 <= int(text) <= MAX_REQUEST_TOKENS:
         return int(text)
     raise ValueError(
         f"{flag} {text}: must be a whole number from 1, sharegpt or alpaca"
@@ -165,10 +165,11 @@ def parse_objectives(text: str) -> tuple[LatencyObjective, ...]:
         name, _, value = word.partition("=")
         latency, _, statistic = name.partition("_")
         statistic = statistic or "p99"
-        if latency not in LATENCIES or statistic not in STATISTICS:
+        if latency not in LATENCY_OPTIONS or statistic not in STATISTIC_OPTIONS:
             raise ValueError(
-                f"--objective {word}: must be one of {', '.join(LATENCIES)}, with one "
-                f"of {', '.join(f'_{x}' for x in STATISTICS)} or without"
+                f"--objective {word}: must be one of {', '.join(LATENCY_OPTIONS)}, "
+                f"with one of {', '.join(f'_{x}' for x in STATISTIC_OPTIONS)}, "
+                "or without"
             )
         try:
             limit_s = float(value)

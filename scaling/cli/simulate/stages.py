@@ -22,7 +22,7 @@ from scaling.cli.simulate.options import SimulateOptions
 from scaling.cli.simulate.summary import LEVEL
 from scaling.cli.simulate.tables import describe_outside, fitted_rows, format_estimate
 
-_STATISTICS = {
+_STATISTIC_OF_COLUMN = {
     "e2e_s": ("end_to_end_s", "mean"),
     "ttft_s": ("first_token_s", "median"),
     "tpot_s": ("inter_token_s", "mean"),
@@ -53,14 +53,15 @@ def predict_table(
             "num_judged": len(judged),
             "coverage": {
                 key: float(np.mean([x[key]["covered"] for x in judged]))
-                for key in _STATISTICS
+                for key in _STATISTIC_OF_COLUMN
             },
             "median_error": {
                 key: float(np.median([abs(x[key]["error"]) for x in judged]))
-                for key in _STATISTICS
+                for key in _STATISTIC_OF_COLUMN
             },
             "largest_error": {
-                key: max(abs(x[key]["error"]) for x in judged) for key in _STATISTICS
+                key: max(abs(x[key]["error"]) for x in judged)
+                for key in _STATISTIC_OF_COLUMN
             },
         }
     return document, posterior
@@ -82,7 +83,7 @@ def _predict_row(
     sizes = LoadSizes.of_stage(stage, end_to_end_s)
     outside = find_outside_sizes(posterior, sizes)
     row["outside_fitted"] = {name: x._asdict() for name, x in outside.items()}
-    for key, (field, compared) in _STATISTICS.items():
+    for key, (field, compared) in _STATISTIC_OF_COLUMN.items():
         summary: LatencySummary = getattr(predicted, field)
         real: LatencySummary | None = getattr(stage, field)
         intervals = {

@@ -17,7 +17,7 @@ from scaling.calibration import (
     find_outside_sizes,
 )
 from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
-from scaling.cli.simulate.options import LATENCIES, LatencyObjective
+from scaling.cli.simulate.options import LATENCY_OPTIONS, LatencyObjective
 
 LEVEL = 0.9
 """Probability of intervals."""
@@ -61,7 +61,7 @@ class RunSummary:
         self.overloaded = run.is_overloaded()
         self.latencies = dict(
             zip(
-                LATENCIES,
+                LATENCY_OPTIONS,
                 (values.end_to_end_s, values.first_token_s, values.inter_token_s),
                 strict=True,
             )
@@ -112,7 +112,7 @@ class RunSummary:
             "warm_up_s": load.warm_up_s,
             "window_s": load.window_s,
         }
-        for latency in LATENCIES:
+        for latency in LATENCY_OPTIONS:
             samples = {x: self.samples(latency, x) for x in REQUESTS_FOR}
             fields[f"{latency}_s"] = {
                 **{name: _middle(x) for name, x in samples.items()},

@@ -9,7 +9,7 @@ from scaling.calibration import OutsideSize, ServerPosterior
 from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
 from scaling.cli.simulate.summary import LEVEL, PROBABILITIES
 
-_KINDS = {
+_LATENCY_LABELS = {
     "e2e_s": ("end to end [s]", 1.0),
     "ttft_s": ("first token [ms]", 1e3),
     "tpot_s": ("per token [ms]", 1e3),
@@ -38,12 +38,12 @@ def run_sheets(document: dict[str, Any]) -> list[Sheet]:
             name,
             *(
                 format_estimate(document[kind], name, scale)
-                for kind, (_, scale) in _KINDS.items()
+                for kind, (_, scale) in _LATENCY_LABELS.items()
             ),
         )
         for name in REQUESTS_FOR
     ]
-    heads = ("", *(head for head, _ in _KINDS.values()))
+    heads = ("", *(head for head, _ in _LATENCY_LABELS.values()))
     percent = f"{100 * LEVEL:.0f} %"
     latencies = Sheet(
         "Latency",
@@ -149,7 +149,7 @@ def basis_sheet(case: ServerCase, outside: dict[str, OutsideSize]) -> Sheet:
     return Sheet("Basis", ("", ""), rows)
 
 
-_SIZES = {
+_SIZE_PHRASES = {
     "prompt_tokens": "prompts of {} tokens",
     "answer_tokens": "answers of {} tokens",
     "batch": "a batch of {}",
@@ -159,7 +159,7 @@ _SIZES = {
 def describe_outside(outside: dict[str, OutsideSize]) -> list[str]:
     """Returns a line for each size that the fitted stages do not cover."""
     return [
-        f"{_SIZES[name].format(_short(x.value))}, and {_short(x.low)} to "
+        f"{_SIZE_PHRASES[name].format(_short(x.value))}, and {_short(x.low)} to "
         f"{_short(x.high)} were fitted: intervals are wider for it"
         for name, x in outside.items()
     ]

@@ -60,7 +60,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def peer(python: Path, kind: str, folder: Path) -> experiment.PeerEngine:
     return experiment.PeerEngine(
-        "transformers", python, experiment.SCRIPT, kind, folder
+        "transformers", python, experiment.PEER_SCRIPT, kind, folder
     )
 
 
@@ -134,7 +134,7 @@ def test_an_interpreter_without_peers_is_rejected(fake: Path, tmp_path: Path) ->
     importlib.util.find_spec("transformers") is not None, reason="it is installed here"
 )
 def test_the_real_script_reports_missing_libraries(tmp_path: Path) -> None:
-    for kind in experiment.KINDS.values():
+    for kind in experiment.PEER_CLASSES.values():
         with (
             pytest.raises(ValueError, match=r"transformers: No module named '[tl]"),
             peer(Path(sys.executable), kind, tmp_path),

@@ -70,7 +70,7 @@ def call(
 
         names_of = {x.name: x.names for x in fakes}
         parts = {x.name: (0.5, 10.0, x.at_once) for x in fakes}
-        monkeypatch.setattr(experiment, "PARTS", parts)
+        monkeypatch.setattr(experiment, "BENCH_PARTS", parts)
         replace(monkeypatch, experiment, "pieces_by_part", lambda size: names_of)
         replace(monkeypatch, experiment, "answer_pieces", answer)
         rows = experiment.run(Config(folder=str(tmp_path)), clock)
@@ -116,7 +116,7 @@ def test_each_piece_is_written_to_disk_immediately(call: Any, tmp_path: Path) ->
     parts_ = fake("a", 2, 10.0), fake("b", 1, 1.0)._replace(answer=broken)
     with pytest.raises(KeyboardInterrupt):
         call(500.0, *parts_)
-    lines = (tmp_path / experiment.FILE).read_text().splitlines()
+    lines = (tmp_path / experiment.PARTS_FILE).read_text().splitlines()
     assert [json.loads(x)["name"] for x in lines] == ["a0", "a1"]
 
 

@@ -83,7 +83,7 @@ def test_a_stopped_run_has_complete_widths() -> None:
 )
 def test_the_real_script_reports_missing_libraries() -> None:
     rival = peers.PyTorchTrainer(
-        "PyTorch", Path(sys.executable), peers.SCRIPT, "EagerTrainer"
+        "PyTorch", Path(sys.executable), peers.PEER_SCRIPT, "EagerTrainer"
     )
     with pytest.raises(ValueError, match="PyTorch: No module named 'torch'"), rival:
         pass

@@ -15,7 +15,7 @@ from tests.support.commands import Command, assert_refused, document
 @pytest.mark.thorough
 def test_the_shipped_page_is_generated_from_the_shipped_records() -> None:
     page = results_page.render_page(results_page.find_records(results_page.RECORDS))
-    assert results_page.PAGE.read_text("utf-8") == page
+    assert results_page.RESULTS_PAGE.read_text("utf-8") == page
 
 
 def test_shipped_reports_reference_existing_figures() -> None:
@@ -66,7 +66,7 @@ def test_the_first_line_counts_claims_by_kind(jaxkv: Command) -> None:
     def count(verdict: str, *kinds: str) -> int:
         return sum(x.verdict == verdict and x.kind in kinds for x in claims)
 
-    _, _, first, *_ = results_page.PAGE.read_text("utf-8").splitlines()
+    _, _, first, *_ = results_page.RESULTS_PAGE.read_text("utf-8").splitlines()
     output = {x: count(x, "reproduces", "cannot compare") for x in ("holds", "fails")}
     differ = count("differs", "cannot compare")
     shown = (

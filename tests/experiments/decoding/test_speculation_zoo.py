@@ -101,7 +101,7 @@ def test_adaptive_counts_are_means_over_rounds(
         return everyone[-1]
 
     def decode(server: AdaptingServer, texts: list[Any], asks: list[Any]) -> Any:
-        server.turn += server.way != serving.PLAIN
+        server.turn += server.way != serving.PLAIN_DECODING
         server.served.append(len(texts))
         num = 10 + server.turn
         counts = serving.DecodeCounts(num, 2 * num, 3 * num, 4 * num, 0.5, 10)

@@ -122,7 +122,7 @@ def test_measurements_that_contradict_the_file_are_rejected(
         book(tmp_path, TEXT).judge(lambda result: [found])(None)
 
 
-FILES = sorted(results_page.PAGE.parent.rglob("claims.toml"))
+FILES = sorted(results_page.RESULTS_PAGE.parent.rglob("claims.toml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)

@@ -23,7 +23,7 @@ from scaling.cli.calibrate import study
 from scaling.cli.calibrate.result import (
     END_TO_END,
     FIRST_TOKEN,
-    LATENCIES,
+    LATENCY_STATISTICS,
     CalibrationResult,
 )
 from scaling.cli.calibrate.study import CalibrationConfig, predict_stages
@@ -110,7 +110,7 @@ def assert_disjoint(result: CalibrationResult) -> None:
     for kind in ("model", "load"):
         found = result.predictions.where(left_out=kind)
         assert {*found.stage.tolist()} == stages
-        assert len(found) == len(LATENCIES) * len(stages)
+        assert len(found) == len(LATENCY_STATISTICS) * len(stages)
         for fit in found.distinct("fit"):
             predicted = {*found.where(fit=fit).stage.tolist()}
             fitted = {*result.fits.stages[fit].split()}

@@ -8,8 +8,8 @@ import pytest
 from experiments.framework import load_experiment
 from jaxkv.report import read_run
 from scaling.calibration import fit_posterior, predict_stage, read_measured_stages
-from scaling.cli.calibrate.result import END_TO_END, FIRST_TOKEN, LATENCIES
-from scaling.cli.calibrate.study import PUBLISHED
+from scaling.cli.calibrate.result import END_TO_END, FIRST_TOKEN, LATENCY_STATISTICS
+from scaling.cli.calibrate.study import PUBLISHED_RUNS
 from tests.support import traces
 from tests.support.folders import RECORDS
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("full_optimization")
 @pytest.mark.slow
 def test_recorded_predictions_follow_from_their_fitted_stages_again() -> None:
     result = read_run(RECORDS / "calibration", load_experiment("calibration")).result
-    stages = read_measured_stages(traces.find(PUBLISHED))
+    stages = read_measured_stages(traces.find(PUBLISHED_RUNS))
     fit = int(np.flatnonzero(result.fits.name == "mixtral-8x7b")[0])
     names = result.fits.stages[fit].split()
     posterior = fit_posterior([x for x in stages if x.name in names], num_draws=64)
@@ -32,7 +32,7 @@ def test_recorded_predictions_follow_from_their_fitted_stages_again() -> None:
         )
         found = predict_stage(unmeasured, posterior)
         for name in (END_TO_END, FIRST_TOKEN):
-            latency, statistic = LATENCIES[name]
+            latency, statistic = LATENCY_STATISTICS[name]
             median_s = np.median(getattr(getattr(found, latency), statistic))
             # Other processors round differently, and simulations are not smooth.
             expected_s = recorded.where(latency=name).predicted_s[0]

@@ -101,7 +101,7 @@ def result() -> Result:
 def test_stalls_follow_from_the_schedule(result: Result) -> None:
     line = result.timeline
     longest = {}
-    for way in settings.WAYS:
+    for way in settings.SCHEDULES:
         mine = (line.way == way.name) & (line.sequence < runs.NUM_DECODING)
         times = [line.time_s[mine & (line.sequence == i)] for i in range(3)]
         longest[way.name] = max(np.diff(x).max() for x in times)

@@ -44,16 +44,16 @@ def test_a_bound_is_crossed_between_two_rates() -> None:
     assert at(CURVE, 0.01).text == "< 1"
     assert at(CURVE, 9.0).text == "> 4"
     twice = CURVE._replace(rates=2 * CURVE.rates)
-    found = load_ratios(twice, CURVE, runs.BOUNDS)
+    found = load_ratios(twice, CURVE, runs.LATENCY_RANGE)
     np.testing.assert_allclose(found, 2)
     assert found.shape == (9,)
 
 
 def test_further_rates_are_near_the_crossings() -> None:
     between = choose_rates
-    np.testing.assert_allclose(between(CURVE, runs.BOUNDS, 3), [2.5, 3, 3.5])
+    np.testing.assert_allclose(between(CURVE, runs.LATENCY_RANGE, 3), [2.5, 3, 3.5])
     high = LatencyCurve(CURVE.rates, np.full(4, 5.0))
-    np.testing.assert_allclose(between(high, runs.BOUNDS, 3), [0.25, 0.5, 0.75])
+    np.testing.assert_allclose(between(high, runs.LATENCY_RANGE, 3), [0.25, 0.5, 0.75])
 
 
 def test_a_load_is_the_same_at_every_rate() -> None:
@@ -118,7 +118,7 @@ def test_systems_differ_under_high_load(rows: list[dict[str, Any]]) -> None:
     assert 0.031 < one["normalised_s"] <= other["normalised_s"] < 0.2
     assert worse["normalised_s"] > 1.5 * two["normalised_s"]
     assert worse["batch"] < two["batch"]
-    most = figures.BEYOND * PANELS["12a"].axis
+    most = figures.MAX_RATE_RATIO * PANELS["12a"].axis
     # Little's law: without preemption, a request runs one step per token.
     w = runs.draw_load(SHAREGPT, most, 72.0, 0).at(1.0)
     ran_s = np.asarray(w.output).sum() * one["step_s"]
@@ -185,9 +185,9 @@ def test_all_requests_of_a_recording_are_replayed(
 ) -> None:
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "azure_conv.csv").write_text(RECORDING)
-    monkeypatch.setenv(azure.FOLDER, str(tmp_path))
+    monkeypatch.setenv(azure.DATA_VARIABLE, str(tmp_path))
     monkeypatch.setattr(azure, "MAX_SLOTS", 4)
-    monkeypatch.setattr(azure, "HEAD", 2)
+    monkeypatch.setattr(azure, "HEAD_SIZE", 2)
     config = dataclasses.replace(
         azure.CONFIGS["azure"], traces=("azure_conv",), num_devices=(1, 2)
     )
@@ -235,10 +235,10 @@ def test_each_policy_improves_its_metric(tmp_path: Path) -> None:
 def test_missing_recordings_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(azure.FOLDER, raising=False)
+    monkeypatch.delenv(azure.DATA_VARIABLE, raising=False)
     with pytest.raises(ValueError, match="JAXKV_DATA names no folder"):
         azure.find_recording("azure_conv")
-    monkeypatch.setenv(azure.FOLDER, str(tmp_path))
+    monkeypatch.setenv(azure.DATA_VARIABLE, str(tmp_path))
     with pytest.raises(ValueError, match="there is no such file"):
         azure.find_recording("azure_conv")
 

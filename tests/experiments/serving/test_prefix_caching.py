@@ -192,7 +192,7 @@ def test_generated_prompts_are_prefixes() -> None:
 def test_invalid_arguments_are_refused(
     arguments: str, line: str, jaxkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(workloads.DATA, raising=False)
+    monkeypatch.delenv(workloads.DATA_VARIABLE, raising=False)
     assert_refused(jaxkv, f"run prefix_caching smoke --out run {arguments}", line)
 
 

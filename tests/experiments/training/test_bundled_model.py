@@ -13,7 +13,7 @@ from experiments.framework import load_experiment
 from experiments.training.bundled_model import experiment
 from jaxkv import files
 from jaxkv.models import load_model, read_config
-from scaling.corpora import END, load_documents
+from scaling.corpora import END_TOKEN, load_documents
 from scaling.training import NEXT_TOKEN, MultiTokenPrediction, score_documents
 from tests.support import smoke
 from tests.support.impatience import Stopping
@@ -31,7 +31,7 @@ def test_smoke_trains_scores_and_exports() -> None:
     # The number on the card is that of the weights in the folder.
     loaded = load_model(config.export)
     assert loaded.config == config.trunk.model
-    assert loaded.eos_ids == (END,)
+    assert loaded.eos_ids == (END_TOKEN,)
     split = load_documents(config.trunk.corpus)
     score = score_documents(
         loaded.params, split.held_out, model=loaded.config, seq_len=64

@@ -20,7 +20,7 @@ CPU = experiment.CONFIGS["cpu"]
 
 
 def test_all_kinds_have_equal_compute_and_the_counted_bytes() -> None:
-    models = {kind: CPU.run_of(kind, 0).model for kind in runs.KINDS}
+    models = {kind: CPU.run_of(kind, 0).model for kind in runs.BLOCK_KINDS}
     shapes = CPU.shapes
     found = {}
     wanted = training_flops(models["MHA"], sequence=CPU.seq_len)
@@ -39,7 +39,9 @@ def test_all_kinds_have_equal_compute_and_the_counted_bytes() -> None:
         *(heads * per_head for heads in (shapes.num_heads, shapes.num_groups, 1)),
         latent,
     ]
-    assert {found[kind] / each for kind in (*runs.BALANCES, runs.WHOLE)} == {latent}
+    assert {found[kind] / each for kind in (*runs.BALANCES, runs.FULL_BLOCK)} == {
+        latent
+    }
 
 
 def test_balances_differ_in_nothing_else() -> None:
@@ -93,14 +95,14 @@ def test_losses_are_paired_by_window_and_seed() -> None:
 def made_result(sign: float) -> experiment.Result:
     """A result whose stated directions hold for -1, fail for 1, are open for 0."""
     difference = 0.1 * sign
-    model = dict.fromkeys(runs.KINDS, 0.0)
+    model = dict.fromkeys(runs.BLOCK_KINDS, 0.0)
     rows = [
         (kind, 0, 9, 9, 1e6, 64.0, 64.0, 1, 2 + loss, 0.01, 1.0)
         for kind, loss in model.items()
     ]
     pairs = [
         (*pair, difference, difference - 0.05, difference + 0.05)
-        for pair in experiment.COMPARED
+        for pair in experiment.COMPARED_PAIRS
     ]
     balance = [
         (kind, seed, step, 2 + 0.5 * seed + sign * (kind == "balanced by bias"))

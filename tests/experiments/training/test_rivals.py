@@ -13,7 +13,7 @@ from experiments.training.rivals import experiment
 from experiments.training.rivals import runs as rivals_runs
 from experiments.training.rivals import settings as rivals_settings
 from experiments.training.rivals.runs import NUM_TRIALS, SideResult, SideRuns
-from experiments.training.rivals.settings import PAIRS, REFERENCE, Published
+from experiments.training.rivals.settings import PUBLISHED_PAIRS, REFERENCE, Published
 from jaxkv.progress import Quiet
 from scaling.frontiers import best_runs
 from scaling.sweeps import next_rate
@@ -174,7 +174,7 @@ def test_sides_differ_as_their_names_state() -> None:
         name: rivals_settings.side(
             name, vocab_size=257, seq_len=256, head_dim=config.head_dim
         )
-        for name in (REFERENCE, *PAIRS)
+        for name in (REFERENCE, *PUBLISHED_PAIRS)
     }
     plain: Any = sides["transformer"].base
     for name, side in sides.items():
@@ -193,7 +193,7 @@ def test_sides_differ_as_their_names_state() -> None:
 
 
 def test_verdicts_follow_from_intervals_and_published_claims() -> None:
-    more, one = (PAIRS[name] for name in ("lstm", "6 layers"))
+    more, one = (PUBLISHED_PAIRS[name] for name in ("lstm", "6 layers"))
 
     def verdict(low: float, high: float, said: Published) -> str:
         return experiment.published_direction(low, high, said)

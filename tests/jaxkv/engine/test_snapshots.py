@@ -269,7 +269,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 def test_snapshots_of_other_versions_are_refused(saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)
-    path = folder / snapshots.HEADER
+    path = folder / snapshots.SNAPSHOT_FILE
     header = json.loads(path.read_text())
     del header["config"]["seed"]
     header["config"]["fancy"] = True
@@ -277,7 +277,7 @@ def test_snapshots_of_other_versions_are_refused(saved: Path, tmp_path: Path) ->
     message = refusal(folder)
     assert "seed is absent in the snapshot, 0 asked" in message
     assert "fancy is True in the snapshot, absent asked" in message
-    header = json.loads((saved / snapshots.HEADER).read_text())
+    header = json.loads((saved / snapshots.SNAPSHOT_FILE).read_text())
     del header["arrays"]["pool.ref"]
     path.write_text(json.dumps(header))
     assert "pool.ref is absent in the snapshot, int32[16] asked" in refusal(folder)
@@ -287,7 +287,7 @@ def test_other_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     assert "no such snapshot" in refusal(tmp_path / "nowhere")
     assert "snapshot.json: no such file" in refusal(tmp_path)
     folder = copied(saved, tmp_path)
-    path = folder / snapshots.HEADER
+    path = folder / snapshots.SNAPSHOT_FILE
     whole = path.read_text()
     for text in ("", whole[: len(whole) // 2], "[]", "{}", '{"config": 3}'):
         path.write_text(text)
@@ -295,7 +295,7 @@ def test_other_folders_are_refused(saved: Path, tmp_path: Path) -> None:
 
 
 def test_every_damaged_file_is_found(saved: Path, tmp_path: Path) -> None:
-    names = list(json.loads((saved / snapshots.HEADER).read_text())["files"])
+    names = list(json.loads((saved / snapshots.SNAPSHOT_FILE).read_text())["files"])
     assert len(names) > 3
     folder = copied(saved, tmp_path)
     for name in names:
@@ -322,7 +322,7 @@ def test_files_that_the_header_does_not_list_are_refused(
     extra.write_bytes(b"x")
     assert f"{extra}: is not listed in snapshot.json" in refusal(folder)
     extra.unlink()
-    path = folder / snapshots.HEADER
+    path = folder / snapshots.SNAPSHOT_FILE
     header = json.loads(path.read_text())
     name = next(iter(header["files"]))
     path.write_text(json.dumps(header | {"files": {}}))

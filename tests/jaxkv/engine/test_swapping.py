@@ -80,7 +80,7 @@ def test_requests_beyond_the_buffer_are_recomputed(host: int | None) -> None:
     "victim",
     [
         pytest.param(name, marks=() if name == "cheapest" else pytest.mark.slow)
-        for name in victims.NAMES
+        for name in victims.VICTIM_NAMES
     ],
 )
 def test_answers_do_not_depend_on_the_victim(victim: str) -> None:

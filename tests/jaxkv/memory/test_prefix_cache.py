@@ -214,7 +214,7 @@ def test_hash_collisions_are_resolved(one_hash: Programs) -> None:
 
 def test_full_bucket_refuses_pages(one_hash: Programs) -> None:
     case = make_case()
-    for page in range(prefix_cache.WAYS):
+    for page in range(prefix_cache.BUCKET_SIZE):
         case, cached = one_hash.enter(case, (page, NO_PAGE, page, 0))
         assert cached == [page]
     full, cached = one_hash.enter(case, (9, NO_PAGE, 9, 0), (10, NO_PAGE, 3, 0))
@@ -448,7 +448,7 @@ class Model:
         used = np.asarray(cache.last_used)[idle]
         assert used.tolist() == [self.last_used[page] for page in idle]
         ahead = np.asarray(next_to_go(cache.idle, cache.depth))
-        few = min(len(idle), idle_pages.CHUNK)
+        few = min(len(idle), idle_pages.EVICTION_CHUNK)
         assert ahead[:few].tolist() == idle[:few]
         assert (ahead[few:] == NO_PAGE).all()
 

@@ -15,7 +15,7 @@ from tests.support.folders import GOLDEN
 
 KEYS = json.loads((GOLDEN / "hf_config_keys.json").read_text())["defaults"]
 PUBLISHED = json.loads((GOLDEN / "published_configs.json").read_text())
-HARMLESS = {key for keys in huggingface_harmless.KEYS.values() for key in keys}
+HARMLESS = {key for keys in huggingface_harmless.HARMLESS_KEYS.values() for key in keys}
 # Keys of transformers 4 for every model, in addition to those of transformers 5.
 OLD_KEYS = """
 _name_or_path add_cross_attention bad_words_ids begin_suppress_tokens
@@ -125,7 +125,7 @@ torch_dtype transformers_version use_cache v_head_dim vocab_size
 def test_every_key_of_deepseek_v3_is_in_its_entry() -> None:
     family = FAMILIES["deepseek_v3"]
     given: dict[str, Any] = dict.fromkeys(DEEPSEEK_V3, 1)
-    huggingface_harmless.refuse_unknown(family, given, positions.KEYS)
+    huggingface_harmless.refuse_unknown(family, given, positions.ROPE_KEYS)
     for_training = {"aux_loss_alpha", "moe_router_bias_update_rate"}
     assert given.keys() | for_training > family.keys.keys()
 
@@ -413,7 +413,7 @@ STRANGE = (
 )
 def test_random_configs_load_or_fail_in_one_line(name: str) -> None:
     raw = config_of(name)
-    keys = {*KEYS[name], *positions.KEYS, *positions.WINDOW_KEYS, "unknown"}
+    keys = {*KEYS[name], *positions.ROPE_KEYS, *positions.WINDOW_KEYS, "unknown"}
     num_refused = 0
     for key in keys:
         for value in STRANGE:

@@ -14,7 +14,7 @@ from flax import nnx
 import jaxkv
 from jaxkv import models
 from jaxkv.models import (
-    COLUMNS,
+    BY_COLUMNS,
     Transformer,
     add_transposed_weights,
     init_params,
@@ -84,16 +84,16 @@ def test_many_rows_are_multiplied_rows_first(bias: bool) -> None:
         layer.up.bias[...] = jnp.asarray(
             rng.normal(size=layer.up.bias.shape), "float32"
         )
-    x = rng.normal(size=(config.hidden_size, layers.MANY_ROWS)).astype(np.float32)
+    x = rng.normal(size=(config.hidden_size, layers.MIN_CAST_ROWS)).astype(np.float32)
     first = [True, False]
     for num_rows, rows_first in zip(
-        (layers.MANY_ROWS, layers.MANY_ROWS - 1), first, strict=True
+        (layers.MIN_CAST_ROWS, layers.MIN_CAST_ROWS - 1), first, strict=True
     ):
         some = x[:, :num_rows]
         activate = functools.partial(nonlinear.activate, config)
-        hidden = functools.partial(COLUMNS.expand, layer.up, then=activate)
+        hidden = functools.partial(BY_COLUMNS.expand, layer.up, then=activate)
         traced = jax.jit(hidden).trace(some)
-        wanted = activate(layer.up(jnp.asarray(some), COLUMNS), -2)
+        wanted = activate(layer.up(jnp.asarray(some), BY_COLUMNS), -2)
         found = traced.lower().compile()(some)
         assert found.shape == wanted.shape
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-7)
@@ -223,7 +223,7 @@ def test_transposed_weights_give_equal_results() -> None:
             once = getattr(layer, name)
             again = getattr(other, name)
             x = jnp.asarray(rng.normal(size=(once.num_inputs, number)), "float32")
-            columns = COLUMNS
+            columns = BY_COLUMNS
             found = again(x, columns)
             wanted = once(x, columns)
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -387,8 +387,8 @@ def test_attention_over_parts_equals_the_whole(
 
     specs = layout.pages_specs(pages)
     mesh = make_mesh(context=num)
-    given = specs, layout.WHOLE, layout.WHOLE
-    run = layout.map_over_mesh(attend, mesh, given, [layout.WHOLE, PARTS])
+    given = specs, layout.REPLICATED, layout.REPLICATED
+    run = layout.map_over_mesh(attend, mesh, given, [layout.REPLICATED, PARTS])
     found = jax.jit(run)(layout.place_tree(pages, specs, mesh), q, rows)
     # Results of all rows on every device, and of each device's own rows.
     for one in found:
@@ -411,7 +411,9 @@ def test_local_places_equal_enumeration(num: int) -> None:
         return jax.tree.map(lambda x: x[None], found)
 
     places = jnp.arange(-1, length, dtype=jnp.int32)
-    run = layout.map_over_mesh(count, make_mesh(context=num), (layout.WHOLE,), PARTS)
+    run = layout.map_over_mesh(
+        count, make_mesh(context=num), (layout.REPLICATED,), PARTS
+    )
     last, whole = map(np.asarray, jax.jit(run)(places))
     for device in range(num):
         own = [x for x in range(500) if x % (part * num) // part == device]
@@ -432,7 +434,7 @@ def test_device_states_merge_pairwise() -> None:
         ways = api.merge_devices, api.merge_own_rows
         return [way(state, "context") for way in ways]
 
-    made = [layout.WHOLE, PARTS]
+    made = [layout.REPLICATED, PARTS]
     run = layout.map_over_mesh(merge, make_mesh(context=4), (PARTS, PARTS), made)
     states = [api.AttentionState(*x) for x in zip(out, lse, strict=True)]
     wanted = functools.reduce(api.merge_states, states)

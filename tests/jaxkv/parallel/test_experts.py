@@ -11,7 +11,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxkv import models
 from jaxkv.models import Experts, Routing, load_model
-from jaxkv.parallel import WHOLE, experts, make_mesh, map_over_mesh, specs_on, tensor
+from jaxkv.parallel import (
+    REPLICATED,
+    experts,
+    make_mesh,
+    map_over_mesh,
+    specs_on,
+    tensor,
+)
 from tests.support import engines, mutation
 from tests.support.folders import GOLDEN
 from tests.support.mutation import Bug
@@ -158,8 +165,8 @@ def test_groups_and_biases_are_whole_on_a_mesh() -> None:
     run = map_over_mesh(
         functools.partial(models.logits, config=config),
         mesh,
-        (specs_on(placed, mesh), WHOLE),
-        WHOLE,
+        (specs_on(placed, mesh), REPLICATED),
+        REPLICATED,
     )
     compiled = jax.jit(run, compiler_options=engines.FAST_COMPILE)
     found = compiled(placed, jnp.asarray(expected["ids"]))

@@ -13,7 +13,7 @@ import pytest
 from jaxkv import parallel
 from jaxkv.memory import Rows
 from jaxkv.models import row_parts
-from jaxkv.parallel import WHOLE, make_mesh, map_over_mesh
+from jaxkv.parallel import REPLICATED, make_mesh, map_over_mesh
 from scaling.costs import Layout, prefill_traffic
 from scaling.shapes import describe_config
 from tests.support import engines, meshes
@@ -105,19 +105,19 @@ def test_rows_are_divided_and_gathered(num: int) -> None:
             row_parts.divide_rows(packed, "reproducible"),
             row_parts.divide_rows(rows(7, x[0, :7])),
         )
-        assert {*wholes} == {row_parts.WHOLE}
+        assert {*wholes} == {row_parts.ALL_ROWS}
         parts = row_parts.divide_rows(packed)
         wide = x.astype(jnp.bfloat16)
         assert parts.num == num
         own = parts.own(wide)
         picked = parts.pick(own, jnp.asarray([7, 0, 2, 2], jnp.int32))
-        same = [row_parts.WHOLE.own(x), row_parts.WHOLE.whole(x)]
+        same = [row_parts.ALL_ROWS.own(x), row_parts.ALL_ROWS.whole(x)]
         return own, [parts.whole(own), picked, *same]
 
     x = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
     by_row = jax.sharding.PartitionSpec(None, "context")
-    made = by_row, WHOLE
-    run = map_over_mesh(part, make_mesh(context=num), (WHOLE,), made)
+    made = by_row, REPLICATED
+    run = map_over_mesh(part, make_mesh(context=num), (REPLICATED,), made)
     own, (whole, picked, *same) = jax.jit(run)(x)
     for found in (own, whole, *same):
         np.testing.assert_array_equal(found.astype(x.dtype), x)

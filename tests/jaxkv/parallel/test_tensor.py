@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv.models import Experts, ModelConfig, load_model
 from jaxkv.parallel import (
-    WHOLE,
+    REPLICATED,
     collectives,
     make_mesh,
     map_over_mesh,
@@ -61,8 +61,8 @@ def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
     run = map_over_mesh(
         functools.partial(models.logits, config=fitted),
         mesh,
-        (specs_on(placed, mesh), WHOLE),
-        WHOLE,
+        (specs_on(placed, mesh), REPLICATED),
+        REPLICATED,
     )
     return jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile(), placed
 
@@ -128,8 +128,8 @@ def test_surplus_collectives_are_detected() -> None:
         found = models.logits(params, tokens, config=config)
         return jax.lax.psum(found, "tensor")
 
-    specs = specs_on(placed, mesh), WHOLE
-    run = map_over_mesh(wasteful, mesh, specs, WHOLE)
+    specs = specs_on(placed, mesh), REPLICATED
+    run = map_over_mesh(wasteful, mesh, specs, REPLICATED)
     program = jax.jit(run).lower(placed, jnp.asarray(TOKENS)).compile()
     formula = decode_traffic(
         describe_config(config),
@@ -149,7 +149,7 @@ def test_trips_of_loops_are_counted() -> None:
         x = jax.lax.fori_loop(0, 5, one, x)
         return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: one(0, x) - 1.0, x)
 
-    run = map_over_mesh(looped, mesh, WHOLE, WHOLE)
+    run = map_over_mesh(looped, mesh, REPLICATED, REPLICATED)
     text = str(jax.jit(run).lower(jnp.ones((3, 7))).compile().as_text())
     found = {each.is_sure: each for each in collectives.find_collectives(text)}
     assert found[True].trips == 5

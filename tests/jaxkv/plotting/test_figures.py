@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.framework import load_experiment
-from jaxkv.plotting import SYSTEMS, layout, style, system_style
+from jaxkv.plotting import SYSTEM_STYLES, layout, style, system_style
 from jaxkv.report import read_run
 from tests.support import figures, smoke
 from tests.support.folders import RECORDS
@@ -123,7 +123,7 @@ def test_faults_of_figures_are_detected(
 def test_systems_differ_in_colour_or_marker() -> None:
     """Systems in one figure differ in colour or marker; none is yellow."""
     yellow = style.colors()[4]
-    for name in SYSTEMS:
+    for name in SYSTEM_STYLES:
         assert system_style(name).color != yellow
     for group in (
         ("jaxkv", "PyTorch", "PyTorch, compiled", "transformers", "llama.cpp"),

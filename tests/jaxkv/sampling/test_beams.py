@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxkv.sampling import beam_search
-from jaxkv.sampling.beam_search import ESTIMATE, FULL, NEVER, BeamParams, Beams
+from jaxkv.sampling.beam_search import AT_LENGTH, ESTIMATE, WHEN_FULL, BeamParams, Beams
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
-RULES = (ESTIMATE, FULL, NEVER)
+RULES = (ESTIMATE, WHEN_FULL, AT_LENGTH)
 
 type Model = Callable[[tuple[int, ...]], np.ndarray]
 """Tokens so far -> logits [vocab] of the next one."""
@@ -137,9 +137,9 @@ def reference_search(model: Model, params: BeamParams) -> list[Answer]:
         answers = sorted(answers, key=lambda answer: -answer.score)[:width]
         running = going[:width]
         if len(answers) == width and running:
-            reach = limit if rule == NEVER and penalty > 0 else length
+            reach = limit if rule == AT_LENGTH and penalty > 0 else length
             best = running[0][0] / reach**penalty
-            if rule == FULL or best <= answers[-1].score:
+            if rule == WHEN_FULL or best <= answers[-1].score:
                 break
     return answers
 
@@ -171,7 +171,7 @@ def test_two_steps_by_hand() -> None:
     assert (same[1].tolist(), same[2].tolist()) == ([0, 1, 2], [0, 0, 0])
 
 
-@pytest.mark.parametrize("rule", [ESTIMATE, NEVER])
+@pytest.mark.parametrize("rule", [ESTIMATE, AT_LENGTH])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.5])
 def test_wide_search_is_exhaustive(penalty: float, rule: int) -> None:
     vocab = 3
@@ -188,7 +188,7 @@ def test_wide_search_is_exhaustive(penalty: float, rule: int) -> None:
     every.sort(key=lambda answer: -answer.score)
     # 24 beams hold every prefix; to keep the best 24 answers, the search may stop
     # before the limit only if no answer can be lost.
-    for width in (32, 24) if rule == NEVER else (32,):
+    for width in (32, 24) if rule == AT_LENGTH else (32,):
         params = params_of(width, penalty, rule, (stop, -1), limit)
         group, answers = drive(model, params, 32)
         assert_equal(answers, every[:width])
@@ -207,7 +207,7 @@ def test_narrow_search_equals_reference(penalty: float, rule: int) -> None:
         group, answers = drive(model, params, 5)
         assert_equal(answers, reference_search(model, params))
         early += int(group.length < params.limit)
-    assert early >= 5 or (rule == NEVER and penalty > 0)  # the rules are put to use
+    assert early >= 5 or (rule == AT_LENGTH and penalty > 0)  # the rules are put to use
 
 
 def test_one_program_serves_every_setting() -> None:
@@ -242,7 +242,7 @@ def test_groups_are_independent() -> None:
 
 
 def test_stops_do_not_displace_running_beams() -> None:
-    params = params_of(2, 2.0, NEVER, stops=(6, 1))
+    params = params_of(2, 2.0, AT_LENGTH, stops=(6, 1))
     logits = jnp.asarray([[0, 9, 1, 3, 2, 3, 9]] * 2, jnp.float32)
     group, parents, tokens = advance(beam_search.make_beams(2), params, logits, YES)
     assert (parents.tolist(), tokens.tolist()) == ([0, 0], [3, 5])

@@ -55,7 +55,7 @@ def test_three_pages_are_missing(victim: Any, out: list[int]) -> None:
     assert plan.preempt.tolist() == [bool(each) for each in out]
 
 
-@pytest.mark.parametrize("victim", victims.NAMES)
+@pytest.mark.parametrize("victim", victims.VICTIM_NAMES)
 def test_of_equals_the_later_is_preempted(victim: Any) -> None:
     line: Any = [(9, 8, 2), SHORT, SHORT, SHORT]
     plan = plan_of(counts(line, free_pages=0), fcfs(victim=victim))
@@ -78,7 +78,7 @@ def test_when_pages_move_the_cheapest_has_the_fewest_to_move() -> None:
     assert plan.preempt.tolist()[:3] == plan.swap.tolist()[:3] == [False, True, False]
 
 
-@pytest.mark.parametrize("victim", victims.NAMES)
+@pytest.mark.parametrize("victim", victims.VICTIM_NAMES)
 def test_the_first_is_never_preempted_and_groups_go_as_one(victim: Any) -> None:
     line: Any = [None, (5, 4, 1), (5, 4, 1), (5, 4, 1)]
     shared: Any = dict(group=[0, 1, 2, 2], owned_pages=[0, 1, 1, 1])
@@ -163,7 +163,7 @@ BUGS = {
     "the first may be a victim": Bug(
         victims,
         "rank_victims",
-        "jnp.where(is_first, _LAST, keys[victim])",
+        "jnp.where(is_first, LAST_KEY, keys[victim])",
         "keys[victim]",
         test_the_first_is_never_preempted_and_groups_go_as_one,
         ("least_computed",),
@@ -187,8 +187,8 @@ BUGS = {
     "the smallest of those that do not suffice": Bug(
         victims,
         "rank_victims",
-        "_LAST // 2 - frees",
-        "_LAST // 2 + frees",
+        "LAST_KEY // 2 - frees",
+        "LAST_KEY // 2 + frees",
         test_if_no_victim_frees_enough_the_largest_is_preempted,
     ),
     "tokens for pages": Bug(

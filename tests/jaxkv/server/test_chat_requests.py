@@ -260,7 +260,7 @@ def answer_of(tokenizer: Any, text: str, reason: str = "stop") -> FinishedAnswer
 
 def writer_of(tokenizer: Tokenizer | ByteTokenizer, name: str) -> ResponseWriter:
     """Returns a writer for a request with tools and calls of a format."""
-    [tool_format] = [x for x in tool_calls.FORMATS if x.name == name]
+    [tool_format] = [x for x in tool_calls.TOOL_CALL_FORMATS if x.name == name]
     tokenizer.settings["chat_template"] = "{{ tools }}" + "".join(tool_format.marks)
     body = json.dumps({"messages": [USER], "tools": TOOLS}).encode()
     request = openai_requests.parse_chat(body, {}, ChatBackend(tokenizer), 5.0)
@@ -354,7 +354,7 @@ def test_arguments_without_a_usable_schema_are_text() -> None:
 )
 def test_repeated_text_is_no_call(name: str, start: str, piece: str) -> None:
     # A cubic number of steps would take years.
-    [tool_format] = [x for x in tool_calls.FORMATS if x.name == name]
+    [tool_format] = [x for x in tool_calls.TOOL_CALL_FORMATS if x.name == name]
     text = start + piece * (100_000 // len(piece))
     with contextlib.suppress(ValueError):
         assert not tool_format.parse(text, [])

@@ -617,7 +617,7 @@ GARBAGE = [
 
 
 def test_garbage_and_silence_delay_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "IDLE_S", 0.3)
+    monkeypatch.setattr(http_server, "CONNECTION_IDLE_S", 0.3)
     with http_serving.serving(Scripted()) as served, contextlib.ExitStack() as stack:
         silent = []
         for garbage in [*GARBAGE, *[b"", b"GET /he"] * 20]:

@@ -53,7 +53,7 @@ def test_a_failed_compilation_leaves_no_mark(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="no program"):
         with compilation_cache.compile_once("a"):
             raise ValueError("no program")
-    monkeypatch.setattr(compilation_cache, "WAIT_S", 0.2)
+    monkeypatch.setattr(compilation_cache, "LOCK_WAIT_S", 0.2)
     with compilation_cache.compile_once("a"), compilation_cache.compile_once("a"):
         pass  # the wait for the outer one has an end
 

@@ -137,7 +137,7 @@ class Frame(dict):
 
 @pytest.fixture(params=["pandas", "polars"])
 def library(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name in dataframes.LIBRARIES:
+    for name in dataframes.FRAME_LIBRARIES:
         made: Any = types.ModuleType(name)
         made.DataFrame = Frame
         monkeypatch.setitem(sys.modules, name, made if name == request.param else None)
@@ -176,7 +176,7 @@ def test_traces_results_and_logs_become_data_frames(
 def test_without_a_library_one_line_names_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in dataframes.LIBRARIES:
+    for name in dataframes.FRAME_LIBRARIES:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="needs pandas or polars; `pip ") as caught:
         outputs.Trace().to_dataframe()
@@ -315,7 +315,7 @@ def test_programs_are_cached_unless_a_cache_is_configured(tmp_path: Path) -> Non
     said = f"jaxkv: compiled programs are kept in {folder}; "
     said += "JAX_ENABLE_COMPILATION_CACHE=false disables this"
     out, lines = loading(home)
-    assert out == f"{folder} {compilation_cache.MAX_BYTES}"
+    assert out == f"{folder} {compilation_cache.MAX_CACHE_BYTES}"
     assert lines == [said, notice + reads]
     off = ({"JAX_ENABLE_COMPILATION_CACHE": "false"}, "None -1", notice)
     own = ({"JAX_COMPILATION_CACHE_DIR": f"{home}/x"}, f"{home}/x -1", notice + reads)

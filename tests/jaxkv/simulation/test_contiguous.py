@@ -57,7 +57,7 @@ def test_reserved_places_of_each_rule() -> None:
         rule: contiguous.reserved_places(
             jnp.int32(i), prompt, output, jnp.int32(2048)
         ).tolist()
-        for i, rule in enumerate(contiguous.RULES)
+        for i, rule in enumerate(contiguous.RESERVATION_RULES)
     }
     assert found == {
         "max": [2048] * 4,

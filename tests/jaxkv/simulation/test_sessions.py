@@ -171,8 +171,8 @@ def test_requests_enter_in_order_of_time_and_index() -> None:
         if following:
             assert (*upcoming.time.tolist(), int(upcoming.request)) == following[0]
         else:
-            assert int(upcoming.time[0]) == sessions.NEVER
-        num_turns = int((left.due[:, 0] < sessions.NEVER).sum())
+            assert int(upcoming.time[0]) == sessions.NEVER_S
+        num_turns = int((left.due[:, 0] < sessions.NEVER_S).sum())
         assert num_turns == sum(not is_root[x[2]] for x in following)
 
 

@@ -94,7 +94,7 @@ def gap(known: list[int], tokens: list[int]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "adaptive"),
-    [*((method, False) for method in methods.METHODS), ("ngram", True)],
+    [*((method, False) for method in methods.METHOD_NAMES), ("ngram", True)],
 )
 def test_tokens_are_those_of_plain_decoding(method: str, adaptive: bool) -> None:
     speculate: Any = {"method": method, "adaptive": adaptive} | HOW.get(method, {})

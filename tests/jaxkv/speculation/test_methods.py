@@ -25,7 +25,7 @@ from jaxkv.models import logits as model_logits
 from jaxkv.sampling import Sampling
 from jaxkv.serving import LOCAL
 from jaxkv.speculation import (
-    KINDS,
+    HEAD_KINDS,
     DraftModel,
     EagleConfig,
     EngineParts,
@@ -117,7 +117,7 @@ def test_every_family_answers_as_without_drafts(family: str, tmp_path: Path) -> 
                     kind, heads_folder=heads_for(family, kind, tmp_path)
                 )
             }
-            for kind in KINDS
+            for kind in HEAD_KINDS
         ),
     ]
     for way in ways:

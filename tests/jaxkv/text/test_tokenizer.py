@@ -207,7 +207,7 @@ MANY = "{% for i in range(100000) %}"
 def test_endless_templates_are_stopped(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_templates, "MAX_STEPS", 20_000)
+    monkeypatch.setattr(chat_templates, "MAX_TEMPLATE_STEPS", 20_000)
     before = sys.gettrace()
     with pytest.raises(ValueError, match="it takes more than 20,000 steps"):
         chat_templates.render(template, USER)

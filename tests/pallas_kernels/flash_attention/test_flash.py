@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import bench
 from pallas_kernels.bench import in_float64
-from pallas_kernels.flash_attention import TILE
+from pallas_kernels.flash_attention import QUERY_TILE
 from pallas_kernels.flash_attention.tiled import flash_attention
 from tests.support.flash_cases import draw, total
 
@@ -116,4 +116,4 @@ def test_shapes_that_do_not_fit() -> None:
         flash_attention(*draw(4, 4, 3, 2, 8, "float32"))
     with pytest.raises(ValueError, match=r"must be at most k.shape\[1\]=4 if causal"):
         flash_attention(*draw(5, 4, 2, 1, 8, "float32"))
-    assert TILE == 128
+    assert QUERY_TILE == 128

@@ -74,7 +74,7 @@ def test_few_queries_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.thorough
 def test_the_size_of_a_tile_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(np.random.default_rng(4), [(30, 150)], padding=9)
-    small = reference.TILE
+    small = reference.POSITION_TILE
     large = reference.MAX_TILE
     assert small < large <= len(case.q)
     found = []

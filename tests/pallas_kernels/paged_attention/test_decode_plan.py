@@ -198,8 +198,10 @@ def test_spans_of_a_tree() -> None:
     )
     assert (plan.low.item(), plan.high.item()) == (0, 13)
     assert (plan.inner_low.item(), plan.inner_high.item()) == (0, 10)
-    assert plan.rows[0, decode_plan.LIMIT, ::8].tolist() == [10, 10, 10] + [0] * 5
-    assert plan.rows[0, decode_plan.WORDS, ::8].tolist() == [1, 3, 5] + [0] * 5
+    assert (
+        plan.rows[0, decode_plan.END_POSITION, ::8].tolist() == [10, 10, 10] + [0] * 5
+    )
+    assert plan.rows[0, decode_plan.ANCESTOR_WORDS, ::8].tolist() == [1, 3, 5] + [0] * 5
 
 
 def test_a_slot_without_a_tree_next_to_one_is_causal() -> None:
@@ -215,9 +217,9 @@ def test_a_slot_without_a_tree_next_to_one_is_causal() -> None:
         ancestors=ancestors,
     )
     assert (plan.low.tolist(), plan.high.tolist()) == ([0, 0], [7, 12])
-    assert plan.rows[0, decode_plan.LIMIT, ::8].tolist()[:2] == [6, 7]
-    assert plan.rows[1, decode_plan.LIMIT, ::8].tolist()[:2] == [10, 10]
-    assert plan.rows[:, decode_plan.WORDS, ::8].tolist() == [
+    assert plan.rows[0, decode_plan.END_POSITION, ::8].tolist()[:2] == [6, 7]
+    assert plan.rows[1, decode_plan.END_POSITION, ::8].tolist()[:2] == [10, 10]
+    assert plan.rows[:, decode_plan.ANCESTOR_WORDS, ::8].tolist() == [
         [0] * 8,
         [1, 3] + [0] * 6,
     ]

@@ -64,7 +64,7 @@ def make(positions: np.ndarray, slots: np.ndarray, **options: Any) -> Made:
         name: made.tiles[getattr(prefill_plan, name.upper())]
         for name in Made._fields[2:]
     }
-    lines["whole"] = made.tiles[prefill_plan.WHOLE :][:2].T
+    lines["whole"] = made.tiles[prefill_plan.IS_FULL :][:2].T
     return Made(made.position, made.tile_of, **lines)
 
 

@@ -10,8 +10,8 @@ import pytest
 from scaling.calibration import (
     DISCREPANCY,
     EXTRAPOLATION,
-    NOISE,
     PRIOR,
+    STAGE_NOISE,
     LatencySummary,
     LoadSizes,
     MeasuredStage,
@@ -95,7 +95,7 @@ def test_the_fit_recovers_the_times_of_known_coefficients(
         return np.exp([surrogate(jnp.float32(x))[at] for x in deviations])
 
     monkeypatch.setattr(posterior, "_simulated_targets", steady)
-    monkeypatch.setattr(posterior, "NUM_ROUNDS", 1)
+    monkeypatch.setattr(posterior, "FIT_ROUNDS", 1)
     monkeypatch.setattr(posterior, "_DRAWS_PER_ROUND", 2)
     found = fit_posterior(stages, num_draws=400)
     np.testing.assert_allclose(found.corrections, 0, atol=1e-5)
@@ -110,7 +110,7 @@ def test_the_fit_recovers_the_times_of_known_coefficients(
     assert spread[list(PRIOR).index("decode_kv_ratio")] < 0.8
     # The prior moves the mode, by less than the noise of a stage.
     errors = surrogate(jnp.float32(found.mode)) - surrogate(jnp.float32(truth))
-    assert (np.abs(errors) < NOISE).all()
+    assert (np.abs(errors) < STAGE_NOISE).all()
 
 
 def test_overloaded_stages_are_left_out() -> None:
@@ -149,11 +149,11 @@ def test_intervals_include_the_discrepancy_of_a_model(
         before, after = (
             np.log(getattr(getattr(x, latency), statistic)) for x in (new, known)
         )
-        total = (DISCREPANCY[i] ** 2 + NOISE[i] ** 2) ** 0.5
+        total = (DISCREPANCY[i] ** 2 + STAGE_NOISE[i] ** 2) ** 0.5
         assert np.std(before) == pytest.approx(total, rel=0.3)
-        assert np.std(after) == pytest.approx(NOISE[i], rel=0.3)
+        assert np.std(after) == pytest.approx(STAGE_NOISE[i], rel=0.3)
         assert np.mean(before) == pytest.approx(0, abs=4 * total / 8)
-        assert np.mean(after) == pytest.approx(shift[0, i], abs=NOISE[i])
+        assert np.mean(after) == pytest.approx(shift[0, i], abs=STAGE_NOISE[i])
 
 
 def test_loads_outside_the_fitted_ones_have_wider_intervals(
@@ -197,7 +197,7 @@ def test_loads_outside_the_fitted_ones_have_wider_intervals(
         before, after = (
             np.log(getattr(getattr(x, latency), statistic)) for x in (inside, outside)
         )
-        plain_sd = (DISCREPANCY[i] ** 2 + NOISE[i] ** 2) ** 0.5
+        plain_sd = (DISCREPANCY[i] ** 2 + STAGE_NOISE[i] ** 2) ** 0.5
         assert np.std(before) == pytest.approx(plain_sd, rel=0.3)
         wide_sd = (plain_sd**2 + (2 * EXTRAPOLATION[i]) ** 2) ** 0.5
         assert np.std(after) == pytest.approx(wide_sd, rel=0.3)
@@ -232,7 +232,7 @@ def test_intervals_of_unseen_models_are_neither_narrow_nor_useless() -> None:
     draws = jnp.float32(load_posterior().deviations)
     surrogate = jax.jit(jax.vmap(posterior.make_surrogate(stages)))
     spread = np.std(np.asarray(surrogate(draws)), axis=0)
-    spread = np.sqrt(spread**2 + DISCREPANCY**2 + NOISE**2)
+    spread = np.sqrt(spread**2 + DISCREPANCY**2 + STAGE_NOISE**2)
     widths = 2 * 1.645 * spread
     assert (widths > [0.15, 0.25]).all()
     assert (widths < [0.65, 0.75]).all()

@@ -304,8 +304,8 @@ def test_the_objective_contour_has_its_minimum_at_the_fit(sweep: Path) -> None:
 
 @pytest.mark.thorough
 def test_long_logs_report_subsampling(sweep: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 30)
-    monkeypatch.setattr(grids, "MAX_ROWS", 20)
+    monkeypatch.setattr(levenberg_marquardt, "MAX_EXACT_ROWS", 30)
+    monkeypatch.setattr(grids, "MAX_GRID_ROWS", 20)
     monkeypatch.setattr(drawing, "MAX_DOTS", 25)
     monkeypatch.setattr(frontier_set, "MAX_GROUPED", 28)
     replace(monkeypatch, profile, "profile_objective", None)  # it is not called

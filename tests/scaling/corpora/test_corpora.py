@@ -95,7 +95,7 @@ def test_standard_library_is_typical_text() -> None:
 def test_tokens_are_bytes_with_an_end_after_each_document(tmp_path: Path) -> None:
     texts = ["né", "b"]
     documents = [corpora.Document(t, tmp_path / t, t.encode()) for t in texts]
-    expected = [ord("n"), 0xC3, 0xA9, corpora.END, ord("b"), corpora.END]
+    expected = [ord("n"), 0xC3, 0xA9, corpora.END_TOKEN, ord("b"), corpora.END_TOKEN]
     assert corpora.encode_documents(documents).tolist() == expected
     assert corpora.count_bytes(documents) == 4
     assert corpora.encode_documents([]).tolist() == []

@@ -160,7 +160,7 @@ def test_very_many_rows_are_fitted_whole_without_resamples(
     drawn = result
     if loss != "huber":
         drawn = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
-    monkeypatch.setattr(levenberg_marquardt, "MANY_ROWS", 200)
+    monkeypatch.setattr(levenberg_marquardt, "MAX_EXACT_ROWS", 200)
     found = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
     assert fitting.describe_thinning(200) == ""
     assert "240 rows: laws are fitted to all of them," in fitting.describe_thinning(240)

@@ -164,7 +164,7 @@ def test_only_files_of_a_size_are_read(
     os.mkfifo(tmp_path / "pipe")  # without a writer
     with pytest.raises(ValueError, match="pipe: holds no runs"):
         read_log(tmp_path / "pipe")
-    monkeypatch.setattr(files, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 2**20)
     for data in (b" " * (2**20 + 1), gzip.compress(b" " * (2**20 + 1))):
         (tmp_path / "large").write_bytes(data)
         with pytest.raises(ValueError, match="more than 1 MiB; leave columns or rows"):

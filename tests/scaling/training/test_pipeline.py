@@ -108,7 +108,7 @@ def of_program(program: Any, how: StepConfig) -> dict[str, float]:
     table = pipeline.make_pipeline_schedule(
         how.layout.pipeline, how.accumulation, how.schedule
     )
-    found = dict.fromkeys(collectives.KINDS, 0.0)
+    found = dict.fromkeys(collectives.COLLECTIVE_KINDS, 0.0)
     for each in collectives.find_collectives(str(program.as_text())):
         assert each.trips in (1, len(table.forward))
         share = 1.0 if each.is_sure else how.accumulation / len(table.forward)

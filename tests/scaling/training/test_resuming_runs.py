@@ -208,9 +208,9 @@ def begun(config: TrainConfig, state: TrainState, tmp_path: Path) -> Path:
     out = tmp_path / "out"
     stopped = training.train(config, out, progress=Stopping(0))
     assert stopped.checkpoint == out / "checkpoints" / "0"
-    run = (stopped.checkpoint / run_folder.RUN).read_text()
+    run = (stopped.checkpoint / run_folder.RUN_FILE).read_text()
     curve = json.dumps(LINE) + "\n"
-    notes = {run_folder.RUN: run, run_folder.CURVE: curve}
+    notes = {run_folder.RUN_FILE: run, run_folder.CURVE: curve}
     save_checkpoint(out / "checkpoints" / "3", state, notes)
     (out / run_folder.CURVE).write_text(curve)
     return out
@@ -350,7 +350,7 @@ def test_losses_after_a_change_of_layout_agree(
     for line, expected in zip(found.curve, unbroken.curve, strict=True):
         assert line["step"] == expected["step"]
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    kept = json.loads((out / "checkpoints" / "12" / run_folder.RUN).read_text())
+    kept = json.loads((out / "checkpoints" / "12" / run_folder.RUN_FILE).read_text())
     assert [each["first_step"] for each in kept["divided"]] == [0, 4]
 
 

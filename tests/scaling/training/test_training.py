@@ -22,7 +22,7 @@ import pytest
 from jaxkv.models import init_params, param_shapes
 from scaling import training
 from scaling.corpora import (
-    END,
+    END_TOKEN,
     CorpusConfig,
     Document,
     encode_documents,
@@ -318,7 +318,7 @@ def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
     windows, counts = objectives.cut_windows(documents, 8)
     seen = windows[:, 1:][counts]
     assert seen.tolist() == encode_documents(documents).tolist()
-    assert windows[0, 0] == windows[1, 0] == windows[2, 0] == END
+    assert windows[0, 0] == windows[1, 0] == windows[2, 0] == END_TOKEN
     assert windows[3, 0] == ord("7")
     # A uniform model needs log2(257) bits for each.
     nothing = jax.tree.map(jnp.zeros_like, init_params(MODEL, jax.random.key(0)))
@@ -425,7 +425,7 @@ def test_a_killed_process_loses_at_most_the_interval(
         ("score_documents", "nats / num_tokens", "nats / counts.size"),
         ("score_documents", "count_bytes(documents)", "num_tokens"),
         ("cut_windows", "start + seq_len) < num)", "start + seq_len) < num - 1)"),
-        ("cut_windows", "[np.int32(END)], text]", "text[:1], text]"),
+        ("cut_windows", "[np.int32(END_TOKEN)], text]", "text[:1], text]"),
     ],
 )
 def test_a_seeded_bug_of_a_score_is_detected(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.serving.disaggregation import measurement, runs, settings
-from experiments.serving.disaggregation.queues import MACHINES, formula_s
+from experiments.serving.disaggregation.queues import MACHINE_NAMES, formula_s
 from experiments.serving.disaggregation.settings import Instance
 from jaxkv.simulation import (
     KVTransferred,
@@ -134,7 +134,7 @@ def test_claims_follow_from_the_result() -> None:
     assert measured["keys and values of 512 tokens of OPT-66B"] == size == 1.125
     assert measured["so 10 requests/s need"] == 11.25
     off = "mean waiting time of a queue of prompts, {}: off the formula by"
-    for i, machine in enumerate(MACHINES):
+    for i, machine in enumerate(MACHINE_NAMES):
         waiting_s = [
             formula_s(machine, rate) for rate in np.asarray(queues.rate).tolist()
         ]

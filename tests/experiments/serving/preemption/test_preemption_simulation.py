@@ -16,7 +16,7 @@ def made_up() -> Result:
     """Returns rows whose recomputed share halves with each watermark."""
     rows = []
     for way in simulation.list_settings(3):
-        share = 0.2 / 2 ** simulation.WATERMARKS.index(way.watermark)
+        share = 0.2 / 2 ** simulation.WATERMARK_PAGES.index(way.watermark)
         share *= 1.0 if way.victim == "latest" else 0.75
         latency = {"recompute": 0.05, "swap": 0.05}.get(way.preemption, 0.5)
         rows.append((*way, 10, share * (1 + (way.seed - 3) / 10), latency, 0.0))
@@ -48,9 +48,9 @@ def test_figure_and_tables_show_the_simulation() -> None:
     files = smoke.draw(STUDY, result)
     assert files["figure.png"].startswith(b"\x89PNG")
     sheets = [x for x in STUDY.report_parts(result) if isinstance(x, Sheet)]
-    rules = len(simulation.RULES)
+    rules = len(simulation.VICTIM_RULES)
     moves = len(simulation.PREEMPTIONS)
-    marks = len(simulation.WATERMARKS)
+    marks = len(simulation.WATERMARK_PAGES)
     sizes = len(simulation.PAGE_SIZES)
     assert [len(x.rows) for x in sheets] == [rules * marks, sizes, moves * sizes]
     found = STUDY.metrics(result)

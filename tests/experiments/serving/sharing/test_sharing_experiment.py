@@ -14,7 +14,11 @@ from experiments.harness import (
     measured_page_saving,
 )
 from experiments.serving.sharing import measurement, requests
-from experiments.serving.sharing.picture import NUM_SEQUENCES, PROMPT, PageTableScenes
+from experiments.serving.sharing.picture import (
+    NUM_SEQUENCES,
+    PROMPT_TEXT,
+    PageTableScenes,
+)
 from experiments.serving.sharing.requests import Client
 from jaxkv import scheduling
 from jaxkv.memory import NO_PAGE
@@ -207,7 +211,7 @@ def test_drawn_scenes_equal_the_page_tables(result: measurement.Result) -> None:
         (picture.page_ids != NO_PAGE).sum((1, 2)).tolist()
     )
     assert picture.logical_pages[0] == picture.pages[0]
-    full = len(PROMPT) // SIZE
+    full = len(PROMPT_TEXT) // SIZE
     assert (samples[:, :full] == samples[0, :full]).all()
     own = samples[:, full:][samples[:, full:] != NO_PAGE]
     assert np.unique(own).size == own.size
@@ -215,10 +219,10 @@ def test_drawn_scenes_equal_the_page_tables(result: measurement.Result) -> None:
     for i, table in enumerate((apart, samples, beams)):
         for row in range(rows):
             text = "".join(picture.text[i, row, :full])
-            assert text == PROMPT[: full * SIZE]
+            assert text == PROMPT_TEXT[: full * SIZE]
             held = picture.num_filled[i, row][table[row] != NO_PAGE]
             assert (held[:-1] == SIZE).all()
-            assert held.sum() >= len(PROMPT)
+            assert held.sum() >= len(PROMPT_TEXT)
         # Sequences that share a page have equal text in it, and share earlier pages.
         for column, one, two in np.ndindex(table.shape[1], rows, rows):
             if table[one, column] == table[two, column] != NO_PAGE:
