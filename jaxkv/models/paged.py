@@ -155,7 +155,7 @@ class PagedForward:
         layer_pass = self.states(model, pages, rows)
         pages = layer_pass.carry
         if self.taps:
-            tapped = parts.whole(jnp.concatenate(layer_pass.taps))
+            tapped = parts.gather(jnp.concatenate(layer_pass.taps))
             pages = write_features(pages, tapped.T, rows)
         hidden = parts.pick(layer_pass.last, jnp.maximum(rows.logit_rows, 0))
         return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
@@ -191,7 +191,7 @@ class PagedForward:
 
         def attend(layer, qkv, angles, pages):
             if parts.num > 1:  # every device encodes and writes all rows
-                qkv = rotary.map_row_arrays(parts.whole, qkv)
+                qkv = rotary.map_row_arrays(parts.gather, qkv)
                 angles = turned
             q, packed_q, pages = write(layer, qkv, angles, pages)
             out = run(pages, layer, q, rows, packed_q=packed_q, plan=plan, **sees)
@@ -201,12 +201,12 @@ class PagedForward:
             return out.transpose(1, 2, 0).reshape(by_head), pages
 
         return model.hidden(
-            parts.own(rows.token),
-            parts.own(positions),
+            parts.shard(rows.token),
+            parts.shard(positions),
             attend,
             pages,
             inputs=inputs,
-            live=parts.own(rows.position) >= 0,
+            live=parts.shard(rows.position) >= 0,
             numerics=self.numerics,
             only=self.layers,
             taps=self.taps,

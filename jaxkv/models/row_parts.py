@@ -30,14 +30,14 @@ class RowParts(NamedTuple):
     num: int = 1
     """Number of devices that divide the rows; 1 keeps all on each device."""
 
-    def own(self, x: Shaped[Array, "*lead rows"]) -> Shaped[Array, "*lead own"]:
+    def shard(self, x: Shaped[Array, "*lead rows"]) -> Shaped[Array, "*lead own"]:
         """Returns this device's part of all rows."""
         if self.num == 1:
             return x
         size = x.shape[-1] // self.num
         return lax.dynamic_slice_in_dim(x, _begin(size), size, axis=-1)
 
-    def whole(self, x: Shaped[Array, "*lead own"]) -> Shaped[Array, "*lead rows"]:
+    def gather(self, x: Shaped[Array, "*lead own"]) -> Shaped[Array, "*lead rows"]:
         """Returns all rows, on every device."""
         if self.num == 1:
             return x

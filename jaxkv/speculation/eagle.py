@@ -186,7 +186,7 @@ class EagleConfig:
     ) -> DraftLayerOutput:
         """Runs the layer, as defined by `DraftLayers.run_module`."""
         del index
-        token = divide_rows(rows).own(rows.token)
+        token = divide_rows(rows).shard(rows.token)
         x = make_layer_inputs(params, target, token, before, config=self)
         model = make_draft_transformer(params, target, self)
         states = PagedForward(self.layer).states(model, pages, rows, x)
@@ -251,7 +251,7 @@ class MTPConfig:
         """Runs the layer of a module, as defined by `DraftLayers.run_module`."""
         params_of_model = {**target, "ahead": params}
         module, model = merge_ahead(self.target, params_of_model, index)
-        token = divide_rows(rows).own(rows.token)
+        token = divide_rows(rows).shard(rows.token)
         columns = BY_COLUMNS
         num_words = self.target.vocab_size
         embeddings = columns.embed(model.embed.weight[...], token, num_words)

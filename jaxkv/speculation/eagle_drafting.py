@@ -55,7 +55,7 @@ class TargetWithEagle:
         parents = parent_places(rows)
         parts = divide_rows(rows)
         features = read_features(result.pages, rows, parents)
-        before = self.config.first_states(params.draft, parts.own(features.T).T)
+        before = self.config.first_states(params.draft, parts.shard(features.T).T)
         draft_pages = pages.draft_pages
         states = []
         for index in range(self.config.num_modules):
@@ -66,14 +66,14 @@ class TargetWithEagle:
             if index == self.config.num_modules - 1:
                 break
             # States of later modules are not known yet, nor read before they are.
-            states.append(parts.whole(ran.states.T).T)
+            states.append(parts.gather(ran.states.T).T)
             blank = [jnp.zeros_like(states[0])] * (self.config.num_modules - 2 - index)
             draft_pages = write_features(
                 draft_pages, jnp.concatenate([*states, *blank], axis=1), rows
             )
             features = read_features(draft_pages, rows, parents)
             size = before.shape[1]
-            before = parts.own(features[:, index * size : (index + 1) * size].T).T
+            before = parts.shard(features[:, index * size : (index + 1) * size].T).T
         return result._replace(pages=result.pages._replace(draft_pages=draft_pages))
 
 

@@ -110,7 +110,9 @@ class AttentionProblem:
             samples.append((sequence * spec.rows + rows, head, wanted))
         return samples
 
-    def seen(self, sequence: int, rows: np.ndarray, length: int) -> np.ndarray:
+    def attention_mask(
+        self, sequence: int, rows: np.ndarray, length: int
+    ) -> np.ndarray:
         """Returns a mask of the keys that rows attend to: `[rows, length]`."""
         context = self.spec.contexts()[sequence]
         place = np.arange(length)
@@ -380,7 +382,7 @@ def _attend(
     if "alibi" in options:
         back = spec.contexts()[sequence] + rows[:, None] - np.arange(length)
         scores -= _wide(options["alibi"][heads_of_group])[:, None] * back[:, None]
-    mask = problem.seen(sequence, rows, length)
+    mask = problem.attention_mask(sequence, rows, length)
     scores = np.where(mask[:, None, :], scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     weights = np.exp(scores - top)

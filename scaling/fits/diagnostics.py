@@ -147,7 +147,7 @@ def list_warnings(problem: FitProblem, result: FitResult) -> list[str]:
             "combinations of coefficients are free"
         )
     messages += _wide(problem, result)
-    fixed_names = {*problem.given}
+    fixed_names = {*problem.fixed_names}
     floor = problem.law.floor
     target = problem.runs.target
     if floor in fixed_names:
@@ -293,7 +293,7 @@ def _wide(problem: FitProblem, result: FitResult) -> list[str]:
         name = coordinate.name
         if coordinate.log or coordinate.low * coordinate.high <= 0:
             continue
-        if name in problem.given:
+        if name in problem.fixed_names:
             continue
         ends = result.intervals[name]
         low, high = sorted(map(abs, ends))

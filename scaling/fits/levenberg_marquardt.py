@@ -68,7 +68,7 @@ class FitProblem(NamedTuple):
         return np.array([low < high for low, high in ends])
 
     @property
-    def given(self) -> tuple[str, ...]:
+    def fixed_names(self) -> tuple[str, ...]:
         """Names of the fixed coefficients."""
         return tuple(name for name, (low, high) in self.limits.items() if low == high)
 

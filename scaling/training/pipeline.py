@@ -39,12 +39,12 @@ class PipelineSchedule(NamedTuple):
     Attributes:
       forward: micro-batches of the forward pass, [ticks, stages].
       backward: micro-batches of the backward pass, which follows the forward pass.
-      kept: largest number of micro-batches whose inputs a stage keeps.
+      num_stored: largest number of micro-batches whose inputs a stage keeps.
     """
 
     forward: Int[np.ndarray, "ticks stages"]
     backward: Int[np.ndarray, "ticks stages"]
-    kept: int
+    num_stored: int
 
     @property
     def idle_share(self) -> float:
@@ -97,7 +97,7 @@ class _Carry(NamedTuple):
     """Output of the stage before, the input of this stage's layers."""
     towards: Array
     """Gradient from the stage after, of this stage's output."""
-    kept: Array
+    inputs: Array
     """Inputs of the micro-batches in flight."""
     grads: Any
     nats: Array
@@ -150,7 +150,7 @@ class _Run(NamedTuple):
         )
         axes = tuple(sorted(shape.manual_axis_type.varying))
         blank = lax.pcast(jnp.zeros(shape.shape, shape.dtype), axes, to="varying")
-        inputs = jnp.repeat(blank[None], self.table.kept, axis=0)
+        inputs = jnp.repeat(blank[None], self.table.num_stored, axis=0)
         grads = jax.tree.map(lambda x: x * 0, self.params)
         return _Carry(blank, blank, inputs, grads, meshes.zero_like(self.targets))
 
@@ -161,11 +161,11 @@ class _Run(NamedTuple):
             jnp.asarray(micro_batches, jnp.int32)[number, stage]
             for micro_batches in self.table[:2]
         )
-        place = jnp.maximum(forward, 0) % self.table.kept
+        place = jnp.maximum(forward, 0) % self.table.num_stored
         inputs = jnp.where(
             forward >= 0,
-            lax.dynamic_update_index_in_dim(carry.kept, carry.coming, place, 0),
-            carry.kept,
+            lax.dynamic_update_index_in_dim(carry.inputs, carry.coming, place, 0),
+            carry.inputs,
         )
         going = lax.cond(
             forward >= 0,
@@ -173,7 +173,7 @@ class _Run(NamedTuple):
             lambda x: x * 0,
             carry.coming,
         )
-        place = jnp.maximum(backward, 0) % self.table.kept
+        place = jnp.maximum(backward, 0) % self.table.num_stored
         came = lax.dynamic_index_in_dim(inputs, place, 0, keepdims=False)
 
         def back(came: Array, towards: Array, grads: Params, nats: Array) -> Any:
@@ -197,7 +197,7 @@ class _Run(NamedTuple):
         return _Carry(
             coming=self._pass(going, on),
             towards=self._pass(towards, [(b, a) for a, b in on]),
-            kept=inputs,
+            inputs=inputs,
             grads=grads,
             nats=nats,
         )

@@ -111,7 +111,7 @@ class LossRuns(NamedTuple):
     tokens: Float[np.ndarray, " n"]
     loss: Float[np.ndarray, " n"]
 
-    def drawn(self, rows: Int[np.ndarray, " drawn"]) -> "LossRuns":
+    def resample(self, rows: Int[np.ndarray, " drawn"]) -> "LossRuns":
         """Returns the rows of a resample."""
         return LossRuns(*(column[rows] for column in self))
 
@@ -174,7 +174,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
     def bfgs(call: Any, jac: Any) -> Callable[[np.ndarray], np.ndarray]:
         def end(row: np.ndarray) -> np.ndarray:
-            args = (runs.drawn(row),)
+            args = (runs.resample(row),)
             return optimize.minimize(call, start, args=args, method="BFGS", jac=jac).x
 
         return lambda rows: np.array([*map(end, rows)])
@@ -215,7 +215,7 @@ def _rows(
     first_s: float,
 ) -> list[dict[str, Any]]:
     num = len(ends[JAXKV])
-    samples = [runs.drawn(row) for row in draws[:num]]
+    samples = [runs.resample(row) for row in draws[:num]]
     objectives = {
         name: np.array([*map(objective, xs, samples)]) for name, xs in ends.items()
     }

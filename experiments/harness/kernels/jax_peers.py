@@ -214,7 +214,9 @@ def _make_mask(problem: AttentionProblem, length: int) -> np.ndarray:
     """Returns the mask of visible positions per row: `[batch, rows, length]`."""
     spec = problem.spec
     every = range(spec.batch)
-    return np.stack([problem.seen(i, np.arange(spec.rows), length) for i in every])
+    return np.stack(
+        [problem.attention_mask(i, np.arange(spec.rows), length) for i in every]
+    )
 
 
 def _within(problem: AttentionProblem) -> jax.Array:

@@ -143,7 +143,7 @@ class System(NamedTuple):
 
     Attributes:
       name: name in tables.
-      whole: see `scheduling.chunked_prefill`.
+      whole_prompts: see `scheduling.chunked_prefill`.
       first: see `scheduling.chunked_prefill`.
       is_serialized: True if prefill and decode take separate steps.
       budget: token budget of a step; None for whole prompts, see `budget_of`.
@@ -153,7 +153,7 @@ class System(NamedTuple):
     """
 
     name: str
-    whole: bool = False
+    whole_prompts: bool = False
     first: bool = False
     is_serialized: bool = False
     budget: int | None = None
@@ -174,7 +174,7 @@ class System(NamedTuple):
         if self.reserves_longest:
             max_running = max(1, model.num_pages * PAGE_SIZE // law.max_length)
         policy = chunked_prefill(
-            whole_prompts=self.whole, first=self.first, max_running=max_running
+            whole_prompts=self.whole_prompts, first=self.first, max_running=max_running
         )
         capacity = Capacity.of(
             num_pages=model.num_pages,
@@ -191,13 +191,15 @@ def chunked_and_mixed(budget: int) -> System:
     return System(f"Sarathi ({budget:,})", budget=budget)
 
 
-VLLM = System("vLLM", whole=True, first=True)
-ORCA_SYSTEM = System("Orca", whole=True, reads_all_waiting=True, reserves_longest=True)
+VLLM = System("vLLM", whole_prompts=True, first=True)
+ORCA_SYSTEM = System(
+    "Orca", whole_prompts=True, reads_all_waiting=True, reserves_longest=True
+)
 SYSTEMS = (ORCA_SYSTEM, VLLM, chunked_and_mixed(512), chunked_and_mixed(2048))
 ABLATION_BUDGET = 1024
 SCHEDULES = (
-    System("prompts first", whole=True, first=True),
-    System("mixed only", whole=True),
+    System("prompts first", whole_prompts=True, first=True),
+    System("mixed only", whole_prompts=True),
     System("chunks only", is_serialized=True, budget=ABLATION_BUDGET),
     System("both", budget=ABLATION_BUDGET),
 )

@@ -109,10 +109,10 @@ def test_rows_are_divided_and_gathered(num: int) -> None:
         parts = row_parts.divide_rows(packed)
         wide = x.astype(jnp.bfloat16)
         assert parts.num == num
-        own = parts.own(wide)
+        own = parts.shard(wide)
         picked = parts.pick(own, jnp.asarray([7, 0, 2, 2], jnp.int32))
-        same = [row_parts.ALL_ROWS.own(x), row_parts.ALL_ROWS.whole(x)]
-        return own, [parts.whole(own), picked, *same]
+        same = [row_parts.ALL_ROWS.shard(x), row_parts.ALL_ROWS.gather(x)]
+        return own, [parts.gather(own), picked, *same]
 
     x = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
     by_row = jax.sharding.PartitionSpec(None, "context")

@@ -51,14 +51,14 @@ def test_every_micro_batch_goes_through_every_stage(
     for stage in range(stages):
         under_way = (found.forward[:, stage] >= 0).cumsum()
         done = np.concatenate([[0], (found.backward[:, stage] >= 0).cumsum()[:-1]])
-        assert (under_way - done).max() <= found.kept
+        assert (under_way - done).max() <= found.num_stored
     bubble = (stages - 1) / (micro + stages - 1)
     assert found.idle_share == pytest.approx(bubble, abs=1e-12)
 
 
 def test_1f1b_keeps_no_more_micro_batches_than_stages_ask_for() -> None:
-    assert pipeline.make_pipeline_schedule(4, 64, "1f1b").kept == 7
-    assert pipeline.make_pipeline_schedule(4, 64, "gpipe").kept == 64
+    assert pipeline.make_pipeline_schedule(4, 64, "1f1b").num_stored == 7
+    assert pipeline.make_pipeline_schedule(4, 64, "gpipe").num_stored == 64
 
 
 def check(layout: str, kind: Any, num_micro: int, **fields: Any) -> None:

@@ -78,7 +78,9 @@ class FlashInfer(TorchPeer):
         lists = [self._starts(shape.rows, shape.batch), *self._lists(shape, tables)]
         if not shape.is_tree:
             return wrapper, lists, {"causal": True}
-        masks = [shape.seen(i, n).flatten() for i, n in enumerate(shape.lengths)]
+        masks = [
+            shape.attention_mask(i, n).flatten() for i, n in enumerate(shape.lengths)
+        ]
         return wrapper, lists, {"custom_mask": torch.cat(masks)}
 
     def _cascade(self, shape, tables):

@@ -31,7 +31,7 @@ class Sdpa(TorchPeer):
         length = max(shape.lengths)
         options = {}
         if not shape.is_equal or shape.is_tree:
-            masks = [shape.seen(i, length) for i in range(shape.batch)]
+            masks = [shape.attention_mask(i, length) for i in range(shape.batch)]
             options["attn_mask"] = torch.stack(masks)[:, None]
         elif shape.rows > 1 and shape.contexts[0] == 0:
             options["is_causal"] = True

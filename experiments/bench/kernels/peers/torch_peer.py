@@ -52,7 +52,7 @@ class Shape:
         """Returns queries: `[batch, q_heads, rows, head_dim]`."""
         return self.random(self.batch, self.q_heads, self.rows, self.head_dim)
 
-    def seen(self, i, length):
+    def attention_mask(self, i, length):
         """Returns the mask of visible positions of sequence i: `[rows, length]`."""
         context = self.contexts[i]
         place = torch.arange(length, device=self.device)
@@ -92,7 +92,7 @@ class Shape:
             length = self.lengths[i]
             k, v = (x[:length].double() for x in keys(i))
             scores = q[i, :group, rows].double() @ k.T / self.head_dim**0.5
-            hidden = ~self.seen(i, length)[rows]
+            hidden = ~self.attention_mask(i, length)[rows]
             wanted = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
             off += float(((out[i, :group, rows].double() - wanted) ** 2).sum())
             norm += float((wanted**2).sum())
