@@ -25,15 +25,15 @@ def marked(name: str) -> Any:
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", [marked(each.name) for each in framework.entries()])
+@pytest.mark.parametrize("name", [marked(entry.name) for entry in framework.entries()])
 def test_a_smoke_run_writes_a_complete_folder(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = smoke.run(name)
+    smoke_run = smoke.run(name)
     experiment = load_experiment(name)
-    further = kept.study.files(kept.result)
-    result = "runs.jsonl" if isinstance(kept.result, list) else "result.npz"
-    files = {path.name: path.read_bytes() for path in kept.folder.iterdir()}
+    further = smoke_run.study.files(smoke_run.result)
+    result = "runs.jsonl" if isinstance(smoke_run.result, list) else "result.npz"
+    files = {path.name: path.read_bytes() for path in smoke_run.folder.iterdir()}
     panels = {name for name in files if name.startswith("figure-")}
     # Every panel has both files, numbered from 1; a single one is the figure.
     num = len(panels) // 2
@@ -45,25 +45,27 @@ def test_a_smoke_run_writes_a_complete_folder(
         *("config.json", "env.json", "claims.json", "figure.svg", "figure.png"),
         *("report.md", result, *further, *panels),
     }
-    assert kept.env["experiment"] == name
-    assert kept.env["status"] == "done"
+    assert smoke_run.env["experiment"] == name
+    assert smoke_run.env["status"] == "done"
     # All files except the config and the result are derived from these two.
-    assert files["claims.json"].decode() == dumps(kept.claims)
+    assert files["claims.json"].decode() == dumps(smoke_run.claims)
     for file, text in further.items():
         assert files[file].decode() == text
-    run_folder.draw_figure(kept)
-    assert (kept.folder / "figure.svg").read_bytes() == files["figure.svg"]
+    run_folder.draw_figure(smoke_run)
+    assert (smoke_run.folder / "figure.svg").read_bytes() == files["figure.svg"]
     assert len(files["figure.png"]) > 10_000
     report = files["report.md"].decode()
     assert report.startswith(f"# {experiment.question}\n")
-    for claim in kept.claims:
+    for claim in smoke_run.claims:
         assert f"* **{claim.verdict}**: {claim.claim}; " in report
         # A smoke run run is too small for claims on GPUs.
         assert (claim.verdict == "not judged") == claim.needs_size
-    assert dumps(kept.metrics)
-    assert len(kept.parts) > bool(kept.claims)
+    assert dumps(smoke_run.metrics)
+    assert len(smoke_run.parts) > bool(smoke_run.claims)
     if name in smoke.QUICK or name in WITHOUT_RECORD:
-        sheet = figures.drawn(lambda: smoke.draw(kept.study, kept.result), monkeypatch)
+        sheet = figures.draw_sheet(
+            lambda: smoke.draw(smoke_run.study, smoke_run.result), monkeypatch
+        )
         assert figures.faults(sheet) == []
 
 
@@ -72,8 +74,8 @@ WITHOUT_RECORD = ("flash_attention", "kv_cache")
 
 
 def test_records_belong_to_known_experiments() -> None:
-    known = {each.name for each in framework.entries()}
-    assert {record_of(name)[0] for name in RECORDED} <= known
+    entry_names = {entry.name for entry in framework.entries()}
+    assert {record_of(name)[0] for name in RECORDED} <= entry_names
     assert len(RECORDED) > 20
 
 
@@ -90,8 +92,8 @@ def record_of(name: str) -> tuple[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_record_gets_the_same_verdicts_again(name: str) -> None:
     experiment, shipped = record_of(name)
-    kept = run_folder.read_run(RECORDS / name, load_experiment(experiment))
-    again = json.loads(dumps(kept.claims))
+    stored_run = run_folder.read_run(RECORDS / name, load_experiment(experiment))
+    again = json.loads(dumps(stored_run.claims))
     assert [row["claim"] for row in again] == [row["claim"] for row in shipped]
     for actual, expected in zip(again, shipped, strict=True):
         for key in ("ours", "published"):
@@ -103,8 +105,8 @@ def test_a_record_gets_the_same_verdicts_again(name: str) -> None:
             )
             del expected[key]
         assert actual == expected
-    dumps(kept.metrics)
-    assert kept.parts
+    dumps(stored_run.metrics)
+    assert stored_run.parts
 
 
 OF_SMOKE = ("batching", "bench_simulate", "rivals")

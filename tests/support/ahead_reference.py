@@ -13,31 +13,31 @@ def reference_logits(
 ) -> list[np.ndarray]:
     """Returns the logits `[seq, vocab]` of the model, then those of every module."""
     state = _model_states(params, tokens, config)
-    found = [state]
+    states = [state]
     for index in range(config.num_ahead_layers):
         before = np.zeros_like(state)
         before[1:] = state[:-1]
         state = _module_states(params, index, tokens, before, config)
-        found.append(state)
-    return [state @ _head(params, config).T for state in found]
+        states.append(state)
+    return [state @ _head(params, config).T for state in states]
 
 
 def reference_draft_logits(
-    params: Any, known: Sequence[int], drafts: Sequence[int], config: ModelConfig
+    params: Any, context: Sequence[int], drafts: Sequence[int], config: ModelConfig
 ) -> np.ndarray:
     """Returns the logits `[drafts, vocab]` from which each draft is chosen.
 
     Draft k is chosen by module k, later ones by the last module, which then reads its
     own state of the token before.
     """
-    num_known = len(known)
+    num_known = len(context)
     num_modules = config.num_ahead_layers
-    found = []
+    draft_logits = []
     last = num_known - 1 + num_modules
     for depth in range(1, len(drafts) + 1):
-        tokens = [*known, *drafts[: depth - 1]]
+        tokens = [*context, *drafts[: depth - 1]]
         if depth <= num_modules:
-            found.append(reference_logits(params, tokens, config)[depth][-1])
+            draft_logits.append(reference_logits(params, tokens, config)[depth][-1])
             continue
         before = np.zeros((len(tokens), config.hidden_size))
         state = _model_states(params, tokens, config)
@@ -47,8 +47,8 @@ def reference_draft_logits(
         for place in range(last, len(tokens)):
             before[place] = state[place - 1]
             state = _module_states(params, num_modules - 1, tokens, before, config)
-        found.append(state[-1] @ _head(params, config).T)
-    return np.stack(found)
+        draft_logits.append(state[-1] @ _head(params, config).T)
+    return np.stack(draft_logits)
 
 
 def _wide(x: Any) -> np.ndarray:
@@ -104,14 +104,14 @@ def _layer(layer: Any, x: np.ndarray, config: ModelConfig) -> np.ndarray:
     normed = _norm(x, layer["attention_norm"], config)
     weight = _wide(layer["qkv"]["weight"])
     heads = []
-    seen = np.tri(len(x), dtype=bool)
+    mask = np.tri(len(x), dtype=bool)
     for kv_head in range(config.num_kv_heads):
         key = _rotate(normed @ weight[kv_head, -2].T, config)
         value = normed @ weight[kv_head, -1].T
         for query_weight in weight[kv_head, :-2]:
             query = _rotate(normed @ query_weight.T, config)
             scores = query @ key.T / np.sqrt(config.head_dim)
-            scores = np.where(seen, scores, -np.inf)
+            scores = np.where(mask, scores, -np.inf)
             share = np.exp(scores - scores.max(axis=1, keepdims=True))
             heads.append(share / share.sum(axis=1, keepdims=True) @ value)
     x = x + np.concatenate(heads, axis=1) @ _wide(layer["out"]["weight"]).T

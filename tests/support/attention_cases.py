@@ -119,8 +119,8 @@ def oracle(
             assert context is not None
             places = np.arange(context[slot] + ancestors.shape[1])
             kin = places[context[slot] :] - context[slot]
-            seen = np.concatenate([np.ones(context[slot], bool), ancestors[row, kin]])
-            places = places[seen]
+            mask = np.concatenate([np.ones(context[slot], bool), ancestors[row, kin]])
+            places = places[mask]
         if window is not None:
             places = places[places > position - window]
         if not len(places):
@@ -192,8 +192,8 @@ def make_case(
     k_pages, v_pages = (np.full(shape, np.nan, np.float32) for _ in range(2))
     for slot, num in enumerate(num_pages):
         begin = 0 if window is None else max(0, runs[slot][0] - window + 1)
-        kept = slice(min(begin // page_size, num), num)
-        page_ids[slot, kept] = [free.pop() for _ in page_ids[slot, kept]]
+        columns = slice(min(begin // page_size, num), num)
+        page_ids[slot, columns] = [free.pop() for _ in page_ids[slot, columns]]
         places = np.arange(begin, lengths[slot])
         address = page_ids[slot, places // page_size], slice(None), places % page_size
         for pages in (k_pages, v_pages):

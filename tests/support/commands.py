@@ -54,7 +54,7 @@ def assert_nothing_heavy_is_imported(*commands: str) -> None:
     """Runs commands in a new process; they must not import slow libraries."""
     code = (
         "import sys; from jaxkv.cli import main as cli\n"
-        f"for words in {[each.split() for each in commands]}:\n"
+        f"for words in {[words.split() for words in commands]}:\n"
         "    assert cli.main(words) == 0\n"
         "heavy = {'jax', 'matplotlib', 'flax', 'numpy', 'orbax'} & set(sys.modules)\n"
         "assert not heavy, heavy"

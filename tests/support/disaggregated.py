@@ -50,5 +50,5 @@ def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
 
 def workers(service: Service, role: str | None = None) -> list[dict[str, Any]]:
     """Returns the workers that are up."""
-    found = [x for x in service.status()["workers"] if x["state"] == "serving"]
-    return [x for x in found if role is None or x["role"] == role]
+    ready_workers = [x for x in service.status()["workers"] if x["state"] == "serving"]
+    return [x for x in ready_workers if role is None or x["role"] == role]

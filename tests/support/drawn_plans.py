@@ -43,10 +43,10 @@ class DrawnPlan(NamedTuple):
             # By order of admission: engine and simulator differ in empty slots.
             head = name in ("admit", "head_places", "head_rows")
             at = jnp.arange(old.shape[0]) if head else jnp.cumsum(c.running) - 1
-            drawn = self.values[phase, index][at % self.values.shape[2]]
+            field_values = self.values[phase, index][at % self.values.shape[2]]
             if old.dtype == bool:
-                drawn = drawn % 3 == 0
-            fields[name] = jnp.where(self.replaces[phase, index], drawn, old)
+                field_values = field_values % 3 == 0
+            fields[name] = jnp.where(self.replaces[phase, index], field_values, old)
         return plan._replace(**fields)
 
 

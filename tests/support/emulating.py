@@ -43,20 +43,20 @@ def emulator_of_races() -> Generator[plgpu.InterpretGPUParams]:
     They record the races of the last kernel only; here those of all kernels are kept.
     """
     name = "GPURaceDetectionState"
-    kept = list[Any]()
+    emulators = list[Any]()
     make = getattr(gpu_callbacks, name, None)
 
     def keep(*args: Any, **options: Any) -> Any:
         assert make is not None
-        kept.append(make(*args, **options))
-        return kept[-1]
+        emulators.append(make(*args, **options))
+        return emulators[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         if make is not None:
             patch.setattr(gpu_callbacks, name, keep)
         try:
             yield plgpu.InterpretGPUParams(detect_races=True)
-            if any(races.races_found for races in kept):
+            if any(races.races_found for races in emulators):
                 raise RuntimeError("RACE DETECTED")
         finally:
             emulator.reset_gpu_interpret_mode_state()
@@ -159,8 +159,8 @@ def watched_product(
     sums: Any, left: Any, right: Any, multiply: Any = plgpu.wgmma
 ) -> None:
     """A product that loads its operands first, to detect races of the loads."""
-    seen = left[...].sum() + right[...].sum()
-    pl.when(jnp.isnan(seen))(plgpu.commit_smem)  # keeps the loads alive
+    total = left[...].sum() + right[...].sum()
+    pl.when(jnp.isnan(total))(plgpu.commit_smem)  # keeps the loads alive
     multiply(sums, left, right)
     plgpu.commit_smem()
 

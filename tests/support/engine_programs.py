@@ -99,11 +99,13 @@ def steps_on(
     )
     weights = param_specs(param_axes(fitted), mesh)
     parts = state_specs(state)
-    found = programs.mesh_programs(programs.program_shardings(mesh, weights, parts))
+    sharded_programs = programs.mesh_programs(
+        programs.program_shardings(mesh, weights, parts)
+    )
 
     def run(params: Any, state: Any, clock: Any) -> Any:
         # As the engine does: compiler options apply only to the outermost jit.
-        return found.run_steps.__wrapped__(
+        return sharded_programs.run_steps.__wrapped__(
             params,
             state,
             clock,
@@ -115,20 +117,20 @@ def steps_on(
             speculation=None,
         )
 
-    def there(tree: Any, specs: Any) -> Any:
+    def with_shardings(tree: Any, specs: Any) -> Any:
         return jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
             tree,
             parallel.shardings(tree, specs, mesh),
         )
 
-    params = there(params, weights)
-    state = there(state, parts)
-    own = jax.tree.map(
+    params = with_shardings(params, weights)
+    state = with_shardings(state, parts)
+    local_pages = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype),
         state.pages,
     )
-    return run, (params, state, clock), own
+    return run, (params, state, clock), local_pages
 
 
 def compile_steps(*args: Any, **options: Any) -> tuple[Any, Any]:
@@ -149,9 +151,9 @@ def copies(program: Any, pages: Any) -> list[str]:
 
 def large_copies(text: str, pages: Any) -> list[str]:
     size = jax.tree.leaves(pages)[0].size
-    found = []
+    copy_lines = []
     for line in text.splitlines():
         match = re.search(r"= \w+\[([\d,]*)\]\S* copy(-start)?\(", line)
         if match and math.prod(int(n) for n in match[1].split(",") if n) >= size:
-            found.append(line.strip())
-    return found
+            copy_lines.append(line.strip())
+    return copy_lines

@@ -195,11 +195,11 @@ def params(config: ModelConfig = MODEL, dtype: str = "float32") -> Params:
     def draw(shape: tuple[int, ...]) -> np.ndarray:
         return rng.normal(0, 0.25, shape) if len(shape) > 1 else np.ones(shape)
 
-    drawn = jax.tree.map(lambda x: draw(x.shape), param_shapes(config))
-    if "head" in drawn:
-        drawn["head"]["weight"] *= 3
+    weights = jax.tree.map(lambda x: draw(x.shape), param_shapes(config))
+    if "head" in weights:
+        weights["head"]["weight"] *= 3
     # Rounded once: the float64 parameters are the float32 parameters, widened.
-    return jax.tree.map(lambda x: jnp.asarray(x.astype("float32"), dtype), drawn)
+    return jax.tree.map(lambda x: jnp.asarray(x.astype("float32"), dtype), weights)
 
 
 def save_tiny_model(folder: Path, *, max_positions: int) -> str:
@@ -381,7 +381,7 @@ def batch_of(asks: Sequence[Ask], config: EngineConfig) -> Sequence[Ask]:
 
 def outcomes_of(drained: DrainedSequences) -> dict[Name, Outcome]:
     """Returns the outcomes of the finished requests."""
-    found = {}
+    outcomes = {}
     drained = jax.tree.map(np.asarray, drained)
     s = drained.sequences
     progress = drained.progress
@@ -390,7 +390,7 @@ def outcomes_of(drained: DrainedSequences) -> dict[Name, Outcome]:
         start = s.prompt_length[row]
         end = progress.num_tokens[row]
         name = name_of(int(s.request_id[row]), int(s.params.sample[row]))
-        found[name] = Outcome(
+        outcomes[name] = Outcome(
             tokens=s.tokens[row, start:end].tolist(),
             reason=str(FINISH_REASONS[s.reason[row]]),
             logprobs=s.logprobs[row, start:end],
@@ -407,7 +407,7 @@ def outcomes_of(drained: DrainedSequences) -> dict[Name, Outcome]:
             num_swapped=int(s.num_swapped[row]),
             score=float(s.score[row]),
         )
-    return found
+    return outcomes
 
 
 def seconds_of(seconds: Any, micros: Any) -> float:
@@ -420,8 +420,8 @@ def unfinished(state: EngineState) -> np.ndarray:
     progress, events = (
         np.asarray(x) for x in (state.ledger.progress, state.ledger.events)
     )
-    known = progress[:, SequenceProgress._fields.index("num_tokens")]
-    return (known > 0) & (events[:, SequenceEvents._fields.index("finish_s")] == 0)
+    num_tokens = progress[:, SequenceProgress._fields.index("num_tokens")]
+    return (num_tokens > 0) & (events[:, SequenceEvents._fields.index("finish_s")] == 0)
 
 
 def random_asks(
@@ -529,7 +529,9 @@ def plain(
 def assert_equal_plain(run: Run, asks: Sequence[Ask], config: EngineConfig) -> None:
     """Asserts that tokens and finish reasons equal those of the plain loop."""
     expected = plain(asks, config)
-    got = {name: (each.tokens, each.reason) for name, each in run.outcomes.items()}
+    got = {
+        name: (outcome.tokens, outcome.reason) for name, outcome in run.outcomes.items()
+    }
     assert got == expected
 
 
@@ -545,9 +547,9 @@ def logprobs_of(
     """
     weights = params(model) if weights is None else weights
     tokens = np.zeros((1, model.max_positions), np.int32)
-    known = [*ask.prompt, *answer]
-    tokens[0, : len(known)] = known
-    logits = full_logits(weights, tokens, config=model)[0, : len(known)]
+    sequence = [*ask.prompt, *answer]
+    tokens[0, : len(sequence)] = sequence
+    logits = full_logits(weights, tokens, config=model)[0, : len(sequence)]
     wide = np.asarray(logits, np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))

@@ -29,7 +29,7 @@ class Saved(Exception):
     """Ends a drawing at its first saved file."""
 
 
-def drawn(draw: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def draw_sheet(draw: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns the sheet that a call saves first, laid out, and saves no file."""
     from matplotlib.figure import Figure
 
@@ -50,10 +50,10 @@ def drawn(draw: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 def faults(figure: Any) -> list[str]:
     """Returns the violations of the rubric by a figure, a line each."""
     renderer = figure.canvas.get_renderer()
-    found = [*_small_type(figure), *_overlaps(figure, renderer)]
+    fault_lines = [*_small_type(figure), *_overlaps(figure, renderer)]
     for ax in figure.axes:
-        found += _panel(ax, renderer)
-    return found
+        fault_lines += _panel(ax, renderer)
+    return fault_lines
 
 
 def looks(figure: Any) -> Iterator[tuple[str, tuple[float, ...]]]:

@@ -101,8 +101,8 @@ class HitModel:
         readers = self.seat(came)
         assert bool(readers) == bool(info.num_admitted)
 
-        found = {slot: self.match(slot) for slot in readers}
-        self.start(found)
+        hits = {slot: self.match(slot) for slot in readers}
+        self.start(hits)
         num_rows = info.num_rows.tolist()
         places = [0 if name is None else self.known[name].goal for name in names]
         growth = [
@@ -146,11 +146,11 @@ class HitModel:
         """Empties the slots of a request between two calls."""
         self.let_go([name is not None and name[0] == request_id for name in self.slots])
 
-    def let_go(self, gone: list[bool]) -> None:
+    def let_go(self, is_leaving: list[bool]) -> None:
         """Empties slots; the last use of their pages is now."""
-        leaving = [slot for slot, leaves in enumerate(gone) if leaves]
+        leaving = [slot for slot, leaves in enumerate(is_leaving) if leaves]
         self.touch(page for slot in leaving for page in self.pages.rows[slot])
-        self.pages.drop(gone)
+        self.pages.drop(is_leaving)
         for slot in leaving:
             self.slots[slot] = None
 
@@ -202,19 +202,19 @@ class HitModel:
     def match(self, slot: int) -> list[int]:
         """Returns the cached pages of a slot; at least one token is left to feed."""
         sequence = dict(self.running())[slot]
-        found: list[int] = []
+        hit_pages: list[int] = []
         if sequence.use_prefix_cache:
             for end in range(self.size, sequence.goal, self.size):
                 page = self.page_of.get((sequence.salt, tuple(sequence.tokens[:end])))
                 if page is None:
                     break
-                found.append(page)
-        return found
+                hit_pages.append(page)
+        return hit_pages
 
-    def start(self, found: dict[int, list[int]]) -> None:
+    def start(self, hits: dict[int, list[int]]) -> None:
         """Starts new requests on cached pages, and counts the first time."""
-        self.touch(page for ids in found.values() for page in ids)
-        for slot, ids in found.items():
+        self.touch(page for ids in hits.values() for page in ids)
+        for slot, ids in hits.items():
             name = self.slots[slot]
             assert name is not None
             self.pages.share(ids)
@@ -234,23 +234,25 @@ class HitModel:
             for length, column in zip(pages.length, first, strict=True)
         ]
         for k in range(max(num_filled)):
-            kept: list[tuple[int, int, int]] = []
+            entries: list[tuple[int, int, int]] = []
             for slot, sequence in self.running():
                 if not sequence.use_prefix_cache or k >= num_filled[slot]:
                     continue
                 column = first[slot] + k
-                own = pages.rows[slot][column]
+                row_page = pages.rows[slot][column]
                 tokens = tuple(sequence.tokens[: (column + 1) * size])
                 key = sequence.salt, tokens
                 if key not in self.page_of:
                     parent = self.page_of[key[0], tokens[:-size]] if column else None
-                    self.page_of[key], self.key_of[own] = own, key
-                    self.parent[own] = parent
+                    self.page_of[key], self.key_of[row_page] = row_page, key
+                    self.parent[row_page] = parent
                     self.num_entered += 1
-                    pages.share([own])
-                kept.append((slot, column, self.page_of[key]))
-            self.touch(page for _, _, page in kept)
-            swaps = [each for each in kept if pages.rows[each[0]][each[1]] != each[2]]
+                    pages.share([row_page])
+                entries.append((slot, column, self.page_of[key]))
+            self.touch(page for _, _, page in entries)
+            swaps = [
+                entry for entry in entries if pages.rows[entry[0]][entry[1]] != entry[2]
+            ]
             pages.share([page for _, _, page in swaps])
             pages.release([pages.rows[slot][column] for slot, column, _ in swaps])
             for slot, column, page in swaps:

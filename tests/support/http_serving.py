@@ -111,18 +111,18 @@ class Scripted:
     def _completion(
         self, prompt: Sequence[int], sampling: Sampling, answers: list[FinishedAnswer]
     ) -> Completion:
-        own = None
+        prompt_scores = None
         tops = None
         num = sampling.logprobs
         if sampling.prompt_logprobs:
             scores = [-0.5 * i for i in range(1, len(prompt))]
-            own = [None, *scores]
+            prompt_scores = [None, *scores]
             if num:
                 pairs = zip(prompt[1:], scores, strict=True)
                 tops = [None, *[_best(*pair, num) for pair in pairs]]
         fields: dict[str, Any] = dict.fromkeys(Completion._fields, 0)
         fields |= {"answers": answers, "num_cached": 2}
-        fields |= {"prompt_logprobs": own, "prompt_top_logprobs": tops}
+        fields |= {"prompt_logprobs": prompt_scores, "prompt_top_logprobs": tops}
         return Completion(**fields)
 
 

@@ -122,7 +122,7 @@ def oracle_logits(weights: Any, tokens: np.ndarray, config: ModelConfig) -> np.n
     For dense models with a gated SiLU, RMS norms and a head of its own.
     """
     weights = jax.tree.map(lambda x: np.asarray(x, np.float64), weights)
-    found = []
+    logits = []
     for line in tokens:
         x = weights["embed"]["weight"][line]
         for index in range(config.num_layers):
@@ -133,5 +133,5 @@ def oracle_logits(weights: Any, tokens: np.ndarray, config: ModelConfig) -> np.n
             gate, up = (normed @ w.T for w in layer["up"]["weight"])
             x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["down"]["weight"].T
         x = _rms(x, weights["final_norm"]["scale"], config.norm_eps)
-        found.append(x @ weights["head"]["weight"].T)
-    return np.stack(found)
+        logits.append(x @ weights["head"]["weight"].T)
+    return np.stack(logits)

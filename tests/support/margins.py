@@ -24,16 +24,16 @@ def margin(ask: Ask, answer: Sequence[int], *, seed: int) -> float:
       The gap between the best two scores (with Gumbel noise if sampled), or the
       distance to a truncation threshold, whichever is smaller.
     """
-    known = [*ask.prompt, *answer]
+    sequence = [*ask.prompt, *answer]
     with jax.enable_x64(True):
         weights = jax.tree.map(
             lambda x: jnp.asarray(np.asarray(x), "float64"), engines.params()
         )
         tokens = np.zeros((1, MODEL.max_positions), np.int32)
-        tokens[0, : len(known)] = known
+        tokens[0, : len(sequence)] = sequence
         logits = engines.full_logits(weights, tokens, config=MODEL)
-        scores = np.asarray(logits[0, len(known) - 1])
-        noise = noise_of(ask, len(known), seed)
+        scores = np.asarray(logits[0, len(sequence) - 1])
+        noise = noise_of(ask, len(sequence), seed)
     assert scores.dtype == np.float64
     return gap_of(penalised(scores, ask, answer), noise, ask)
 
@@ -72,20 +72,20 @@ def gap_of(scores: np.ndarray, noise: np.ndarray, ask: Ask) -> float:
         return float(scores[order[0]] - scores[order[1]])
     ranked = scores[order] / s.temperature
     distances = []
-    kept = len(order)
+    cutoff = len(order)
     if 0 < s.top_k < len(order):
         distances.append(ranked[s.top_k - 1] - ranked[s.top_k])
-        kept = s.top_k
+        cutoff = s.top_k
     if s.top_p < 1:
-        mass = np.exp(ranked[:kept] - ranked[0])
+        mass = np.exp(ranked[:cutoff] - ranked[0])
         share = np.cumsum(mass) / mass.sum()
         distances.append(np.abs(share - s.top_p).min())
-        kept = int((share < s.top_p).sum()) + 1
+        cutoff = int((share < s.top_p).sum()) + 1
     if s.min_p > 0:
         above = ranked - ranked[0] - np.log(s.min_p)
         distances.append(np.abs(above).min())
-        kept = min(kept, int((above >= 0).sum()))
-    perturbed = np.sort((ranked + noise[order])[:kept])
-    if kept > 1:
+        cutoff = min(cutoff, int((above >= 0).sum()))
+    perturbed = np.sort((ranked + noise[order])[:cutoff])
+    if cutoff > 1:
         distances.append(perturbed[-1] - perturbed[-2])
     return float(min(distances, default=np.inf))

@@ -11,7 +11,7 @@ def one_quick(cases: Iterable[Any]) -> list[Any]:
 
     Cases with several arguments are tuples, lists are not.
     """
-    first, *rest = cases
+    first, *other_cases = cases
     return [
         first,
         *(
@@ -19,6 +19,6 @@ def one_quick(cases: Iterable[Any]) -> list[Any]:
                 *(case if isinstance(case, tuple) else (case,)),
                 marks=pytest.mark.thorough,
             )
-            for case in rest
+            for case in other_cases
         ),
     ]

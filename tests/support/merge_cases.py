@@ -79,9 +79,9 @@ def make(
     out, part_out = (rng.normal(size=(*x, head_dim)) for x in (items, programs))
     lse, part_lse = (4 * rng.normal(size=x) for x in (items, programs))
     parts = parts_of(plan, tiling)
-    whole = (parts[:, 0] == parts[:, 1]).reshape(num_blocks, 2)
-    out[~whole] = np.nan
-    lse[~whole] = np.nan
+    is_single_part = (parts[:, 0] == parts[:, 1]).reshape(num_blocks, 2)
+    out[~is_single_part] = np.nan
+    lse[~is_single_part] = np.nan
     written = np.zeros((PROGRAMS, 2), bool)
     for first, last in parts[parts[:, 0] < parts[:, 1]]:
         written[first, 1] = written[first + 1 : last + 1, 0] = True

@@ -83,9 +83,9 @@ def engine_on(
 
 def answers_of(engine: jaxkv.Engine) -> list[Any]:
     """Returns the tokens of all answers, and checks replicated state."""
-    found = engine.generate(PROMPTS, ASKS)
+    completions = engine.generate(PROMPTS, ASKS)
     check_the_same_everywhere(engine)
-    return [[each.tokens for each in one.answers] for one in found]
+    return [[answer.tokens for answer in one.answers] for one in completions]
 
 
 def check_the_same_everywhere(engine: jaxkv.Engine) -> None:
@@ -115,8 +115,8 @@ def divided(
     pages = layout.place_tree(pages, specs, mesh)
 
     def run(params: Any, pages: Any, rows: Any) -> Any:
-        found = PagedForward(config, taps=taps)(params, pages, rows)
-        return found.logits, found.pages
+        outputs = PagedForward(config, taps=taps)(params, pages, rows)
+        return outputs.logits, outputs.pages
 
     mapped = layout.map_over_mesh(
         run,
@@ -129,9 +129,11 @@ def divided(
 
 def chunk(first: int, end: int) -> Rows:
     """Returns rows `first` to `end` of both prompts, clipped to their lengths."""
-    each = [np.arange(first, max(first, min(end, n)), dtype=np.int32) for n in LENGTHS]
-    slot = np.repeat(np.arange(2, dtype=np.int32), [len(x) for x in each])
-    position = np.concatenate(each)
+    positions = [
+        np.arange(first, max(first, min(end, n)), dtype=np.int32) for n in LENGTHS
+    ]
+    slot = np.repeat(np.arange(2, dtype=np.int32), [len(x) for x in positions])
+    position = np.concatenate(positions)
     return Rows(
         token=jnp.asarray(position + 3 + 20 * slot),
         position=jnp.asarray(position),

@@ -44,12 +44,12 @@ def numeric_functions(root: Any) -> Iterator[NumericFunction]:
             if not inspect.isroutine(call) and not hasattr(call, "__wrapped__"):
                 continue
             parameters = {}
-            for each in inspect.signature(call).parameters.values():
-                kind = getattr(each.annotation, "__value__", each.annotation)
+            for parameter in inspect.signature(call).parameters.values():
+                kind = getattr(parameter.annotation, "__value__", parameter.annotation)
                 is_union = isinstance(kind, types.UnionType)
                 kinds = get_args(kind) if is_union else (kind,)
                 if {int, float} & {*kinds}:
-                    parameters[each.name] = types.NoneType in kinds
+                    parameters[parameter.name] = types.NoneType in kinds
             if parameters:
                 yield NumericFunction(f"{package.__name__}.{name}", call, parameters)
 
@@ -84,7 +84,9 @@ def find_faults(
                 fault = repr(error)
             else:
                 fault = _result_fault(result, wanted)
-                if not fault and any(value is each for each in refused):
+                if not fault and any(
+                    value is refused_value for refused_value in refused
+                ):
                     fault = "accepted"
             if fault:
                 faults.append(f"{function.name}: {name}={value!r:.30}: {fault:.200}")
@@ -97,7 +99,7 @@ def _result_fault(result: Any, wanted: Any) -> str:
         if not isinstance(result, type(wanted)) and not isinstance(wanted, int | float):
             return f"a {type(result).__name__}"
     leaves = [*_leaves(result)]
-    if any(np.iscomplexobj(each) for each in leaves):
+    if any(np.iscomplexobj(leaf) for leaf in leaves):
         return "complex"
     if all(_is_finite(x) for x in _leaves(wanted)) and not all(map(_is_finite, leaves)):
         return "not finite"
@@ -110,8 +112,8 @@ def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         value = [*value.values()]
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
     elif isinstance(value, int | float | complex | np.generic | np.ndarray):
         yield value
 

@@ -82,17 +82,19 @@ class Oracle:
         taken = self.allocate(want, max_new_pages + 1)
         if taken is None:
             return None
-        found = {}
+        copy_pages = {}
         for slot, ids in enumerate(taken):
             if copies[slot]:
                 column = self.length[slot] // self.page_size
-                found[slot] = (self.rows[slot][column], ids.pop(0))
-                self.rows[slot][column] = found[slot][1]
-                self.content[found[slot][1]] = dict(self.content[found[slot][0]])
-                self.release([found[slot][0]])
+                copy_pages[slot] = (self.rows[slot][column], ids.pop(0))
+                self.rows[slot][column] = copy_pages[slot][1]
+                self.content[copy_pages[slot][1]] = dict(
+                    self.content[copy_pages[slot][0]]
+                )
+                self.release([copy_pages[slot][0]])
             self.rows[slot] += ids
             self.ahead[slot] = goal[slot] - self.length[slot]
-        return found
+        return copy_pages
 
     def drop(self, mask: list[bool]) -> None:
         for slot, dropped in enumerate(mask):
@@ -125,12 +127,12 @@ class Oracle:
 
     def owned_pages(self, group: list[int], pinned: set[int]) -> list[int]:
         """Counts the pages of each slot that no earlier slot of its group has."""
-        seen: dict[int, set[int]] = {}
+        pages_by_group: dict[int, set[int]] = {}
         counts = []
         for slot, row in enumerate(self.rows):
-            mine = seen.setdefault(group[slot], set())
-            counts.append(len(set(row) - mine - pinned))
-            mine |= set(row)
+            group_pages = pages_by_group.setdefault(group[slot], set())
+            counts.append(len(set(row) - group_pages - pinned))
+            group_pages |= set(row)
         return counts
 
     def swap_out(self, group: int, slots: list[int], places: int) -> bool:
@@ -156,10 +158,10 @@ class Oracle:
 
     def swap_in(self, group: int, seats: dict[int, int]) -> None:
         """Swaps a group in; `seats` are the slots of its sequences."""
-        mine = [
+        buffer_places = [
             place for place in sorted(self.buffer) if self.buffer[place][0] == group
         ]
-        pages = {place: self.free.pop() for place in mine}
+        pages = {place: self.free.pop() for place in buffer_places}
         for place, page in pages.items():
             self.content[page] = self.buffer.pop(place)[1]
         for sequence, (tokens, places) in self.out.pop(group).items():
@@ -171,8 +173,10 @@ class Oracle:
 
     def take(self, group: int) -> None:
         """Moves a group's pages from the buffer to the host."""
-        mine = [place for place, (owner, _) in self.buffer.items() if owner == group]
-        self.host[group] = {place: self.buffer.pop(place)[1] for place in mine}
+        buffer_places = [
+            place for place, (owner, _) in self.buffer.items() if owner == group
+        ]
+        self.host[group] = {place: self.buffer.pop(place)[1] for place in buffer_places}
 
     def bring(self, group: int, new: dict[int, int]) -> None:
         """Moves a group's pages from the host to new places of the buffer."""
@@ -229,7 +233,7 @@ class Oracle:
         assert free == {page for page, uses in enumerate(self.ref) if uses == 0}
         width = self.max_pages_per_slot
         rows = [row + [NO_PAGE] * (width - len(row)) for row in self.rows]
-        for mine, theirs in (
+        for expected, actual in (
             (self.ref, pool.ref),
             (self.free, np.asarray(pool.stack)[: len(self.free)]),
             (len(self.free), pool.num_free),
@@ -237,5 +241,5 @@ class Oracle:
             (self.length, table.length),
             (self.ahead, table.ahead),
         ):
-            if not np.array_equal(mine, theirs):
-                np.testing.assert_array_equal(theirs, mine)  # better message
+            if not np.array_equal(expected, actual):
+                np.testing.assert_array_equal(actual, expected)  # better message

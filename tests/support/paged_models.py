@@ -63,8 +63,8 @@ def check_paged_equals_contiguous(
         one_each = rng.random() < decode_share
         fed: list[tuple[int, int]] = []
         for which in rng.permutation(2).tolist():
-            most = 1 if one_each else ROWS - len(fed) - 2
-            num = int(rng.integers(0, min(most, length - done[which]) + 1))
+            max_rows = 1 if one_each else ROWS - len(fed) - 2
+            num = int(rng.integers(0, min(max_rows, length - done[which]) + 1))
             fed += [(which, done[which] + place) for place in range(num)]
             done[which] += num
         num_rows = 3 if one_each else ROWS

@@ -44,30 +44,30 @@ def counts(
       max_length: as in `Counts`.
       **fields: further fields of `Counts`; by default each request has one sequence.
     """
-    rows = [each if isinstance(each, tuple) else (0, 0, 0) for each in line]
+    rows = [entry if isinstance(entry, tuple) else (0, 0, 0) for entry in line]
     rows += [(0, 0, 0)] * (LINE - len(rows))
-    known: Any = np.array(rows, np.int32).T
-    num_tokens, length, num_pages = known
+    columns: Any = np.array(rows, np.int32).T
+    num_tokens, length, num_pages = columns
     held: Any = np.zeros(LINE, bool)
-    for place, each in enumerate(line):
-        if isinstance(each, str):
+    for place, entry in enumerate(line):
+        if isinstance(entry, str):
             held[place] = True
-            num_pages[place] = int(each)
-    here: Any = np.zeros(LINE, bool)
-    here[: len(waiting)] = True if arrived is None else arrived
+            num_pages[place] = int(entry)
+    has_arrived: Any = np.zeros(LINE, bool)
+    has_arrived[: len(waiting)] = True if arrived is None else arrived
     tokens: Any = np.zeros(LINE, np.int32)
     tokens[: len(waiting)] = waiting
 
     def marked(places: list[int]) -> Any:
         return np.isin(np.arange(LINE), places)
 
-    runs = [isinstance(each, tuple) for each in line] + [False] * LINE
+    runs = [isinstance(entry, tuple) for entry in line] + [False] * LINE
     running: Any = np.array(runs[:LINE])
     limits: Any = np.array([free_pages, spare_logit_rows, free_swap_pages], np.int32)
     alone: Any = np.arange(LINE, dtype=np.int32)
     more: Any = {
-        name: np.array(each, bool if isinstance(each[0], bool) else np.int32)
-        for name, each in fields.items()
+        name: np.array(column, bool if isinstance(column[0], bool) else np.int32)
+        for name, column in fields.items()
     }
     return Counts(
         running=running,
@@ -82,7 +82,7 @@ def counts(
         copies=0 * alone,
         preempted=marked([]),
         scored_prompt=marked(scored[0]),
-        waiting=here,
+        waiting=has_arrived,
         waiting_tokens=tokens,
         waiting_cached=0 * alone,
         waiting_slots=np.minimum(tokens, 1),
@@ -111,10 +111,12 @@ def compiled(page_size: int, max_length: int) -> Any:
 
 
 def plan_of(counts: Counts, policy: Policy) -> Plan:
-    given = counts._asdict()
-    sizes = int(given.pop("page_size")), int(given.pop("max_length"))
-    there = {name: value for name, value in given.items() if value is not None}
-    arrays: dict[str, Any] = jax.tree.map(jnp.asarray, there)
+    fields = counts._asdict()
+    sizes = int(fields.pop("page_size")), int(fields.pop("max_length"))
+    present_fields = {
+        name: value for name, value in fields.items() if value is not None
+    }
+    arrays: dict[str, Any] = jax.tree.map(jnp.asarray, present_fields)
     arrays["token_budget"] = jnp.asarray(counts.token_budget, jnp.int32)
     return compiled(*sizes)(arrays, policy)
 
@@ -122,7 +124,7 @@ def plan_of(counts: Counts, policy: Policy) -> Plan:
 def check(plan: Plan, **expected: list) -> None:
     """Compares the named fields; all remaining entries must be zero."""
     for name, value in plan._asdict().items():
-        want = [int(each) for each in expected.get(name, [])]
+        want = [int(number) for number in expected.get(name, [])]
         want += [0] * (LINE - len(want))
         if value is None and name not in expected:
             continue

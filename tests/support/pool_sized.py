@@ -25,14 +25,14 @@ def largest_look(f: Any, arguments: Any) -> int:
 
     def look(jaxpr: Any) -> None:
         nonlocal largest
-        for each in jaxpr.eqns:
-            if each.primitive.name.startswith((*AT_PLACES, *FREE)):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name.startswith((*AT_PLACES, *FREE)):
                 continue
-            inner = list(jax.extend.core.jaxprs_in_params(each.params))
+            inner = list(jax.extend.core.jaxprs_in_params(equation.params))
             for one in inner:
                 look(getattr(one, "jaxpr", one))
             if not inner:
-                arrays = (*each.invars, *each.outvars)
+                arrays = (*equation.invars, *equation.outvars)
                 largest = max(largest, *(math.prod(x.aval.shape) for x in arrays))
 
     look(jax.make_jaxpr(f)(*arguments).jaxpr)

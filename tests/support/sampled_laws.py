@@ -29,11 +29,11 @@ def penalised_slowly(
 ) -> np.ndarray:
     result = logits.astype(np.float64)
     for token in range(len(logits)):
-        seen = list(tokens[:num_tokens]).count(token)
+        num_seen = list(tokens[:num_tokens]).count(token)
         said = list(tokens[prompt_length:num_tokens]).count(token)
-        if seen and result[token] > 0:
+        if num_seen and result[token] > 0:
             result[token] /= request.repetition_penalty
-        elif seen:
+        elif num_seen:
             result[token] *= request.repetition_penalty
         result[token] -= request.frequency_penalty * said
         result[token] -= request.presence_penalty * (said > 0)
@@ -84,10 +84,10 @@ def chi_square(observed: np.ndarray, law: np.ndarray) -> float:
 
 def law_slowly(logits: np.ndarray, request: Sampling) -> np.ndarray:
     """Returns the probabilities of a request's next token in float64."""
-    kept, _ = kept_slowly(logits, request)
+    mask, _ = kept_slowly(logits, request)
     law = np.zeros(len(logits))
-    if kept.any():
-        over = logits[kept].astype(np.float64) - logits[kept].max()
-        law[kept] = np.exp(over / np.float32(request.temperature or 1))
+    if mask.any():
+        over = logits[mask].astype(np.float64) - logits[mask].max()
+        law[mask] = np.exp(over / np.float32(request.temperature or 1))
         law /= law.sum()
     return law

@@ -69,10 +69,10 @@ class ScriptedWorker:
 
     async def describe(self) -> dict[str, Any]:
         await self._alive()
-        found: dict[str, Any] = {"identity": IDENTITY, "page_size": 4}
-        found |= {"max_length": 64, "seed": 0}
-        found |= {"name": self.name, "spec": self.spec, "pid": 1}
-        return found | {"failure": self.failure} | self.described
+        fields: dict[str, Any] = {"identity": IDENTITY, "page_size": 4}
+        fields |= {"max_length": 64, "seed": 0}
+        fields |= {"name": self.name, "spec": self.spec, "pid": 1}
+        return fields | {"failure": self.failure} | self.described
 
     async def poll(self, router: str) -> list[Report] | None:
         await self._alive()
@@ -114,19 +114,22 @@ class ScriptedWorker:
     async def _answer(
         self, attempt: Attempt, prompt: list[int], ask: Sampling, key_id: int
     ) -> None:
-        found = [tokens_of(prompt, ask, key_id, i) for i in range(ask.n)]
-        found = [[token + self.token_offset for token in each] for each in found]
+        samples = [tokens_of(prompt, ask, key_id, i) for i in range(ask.n)]
+        samples = [
+            [token + self.token_offset for token in answer_tokens]
+            for answer_tokens in samples
+        ]
         for place in range(ask.max_tokens):
             await asyncio.sleep(self.pace_s)
             if self.dies_after is not None and place == self.dies_after:
                 return self.kill()
-            for sample, tokens in enumerate(found):
+            for sample, tokens in enumerate(samples):
                 token = tokens[place]
                 new = Event(7, [token], f"<{token}>", None, sample)
                 self.post(Report(attempt, event=new))
         answers = [
             FinishedAnswer(tokens, "", "length", sample, None, None, None)
-            for sample, tokens in enumerate(found)
+            for sample, tokens in enumerate(samples)
         ]
         blank: dict[str, Any] = dict.fromkeys(Completion._fields, 0)
         done = Completion(**blank)._replace(answers=answers)

@@ -45,7 +45,7 @@ TIGHT = dataclasses.replace(ROOMY, num_pages=31)
 def asks(name: str) -> tuple[Ask, ...]:
     """All searches of the golden file, mixed with sampled requests."""
     prompt, stops = (EXPECTED[f"{name}_{part}"] for part in ("prompt", "stops"))
-    found = []
+    requests = []
     for i, (width, penalty, rule) in enumerate(EXPECTED["settings"].tolist()):
         sampling = Sampling(
             beam_width=int(width),
@@ -55,10 +55,10 @@ def asks(name: str) -> tuple[Ask, ...]:
             stop_tokens=tuple(int(stop) for stop in stops if stop >= 0),
             max_tokens=LIMIT,
         )
-        found.append(Ask(i, prompt.tolist(), sampling))
+        requests.append(Ask(i, prompt.tolist(), sampling))
         others = Sampling(n=1 + i % 3, max_tokens=5 + i % 7, seed=i)
-        found.append(Ask(100 + i, prompt.tolist()[: 1 + i % 9], others))
-    return tuple(found)
+        requests.append(Ask(100 + i, prompt.tolist()[: 1 + i % 9], others))
+    return tuple(requests)
 
 
 def serve(name: str, config: EngineConfig, num: int = 54, **fields: Any) -> Run:
@@ -86,13 +86,13 @@ class SimulatedShortage(NamedTuple):
     Preempted requests are swapped out if there is room for their pages.
     """
 
-    most: jax.Array
+    num_missing: jax.Array
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
         age = jnp.sum(counts.length, dtype=jnp.int32) % 5
         held = jnp.sum(counts.owned_pages, dtype=jnp.int32)
-        missing = jnp.where(age == 0, self.most + held // 3, 0)
+        missing = jnp.where(age == 0, self.num_missing + held // 3, 0)
         free = counts.free_pages - missing
         return self.fcfs().plan(counts._replace(free_pages=free))
 

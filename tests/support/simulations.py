@@ -44,8 +44,8 @@ def workload(
     arrival = np.cumsum(rng.exponential(1 / rate, num))
     arrival[:3] = 0
 
-    def draw(most: int) -> jax.Array:
-        return jnp.asarray(rng.integers(1, most + 1, num), jnp.int32)
+    def draw(limit: int) -> jax.Array:
+        return jnp.asarray(rng.integers(1, limit + 1, num), jnp.int32)
 
     prompt = draw(longest)
     output = draw(longest)
@@ -97,19 +97,19 @@ def with_attributes(w: Workload, seed: int) -> Workload:
     rng = np.random.default_rng(seed)
     num = w.prompt.shape[0]
 
-    def some(low: int, high: int, default: int) -> jax.Array:
-        drawn = rng.integers(low, high, num)
-        return jnp.asarray(np.where(rng.random(num) < 0.3, default, drawn), jnp.int32)
+    def draw_column(low: int, high: int, default: int) -> jax.Array:
+        numbers = rng.integers(low, high, num)
+        return jnp.asarray(np.where(rng.random(num) < 0.3, default, numbers), jnp.int32)
 
     default: Any = RequestAttributes()
     return w._replace(
         limit=w.prompt + w.output,
         attributes=RequestAttributes(
             arrival_ms=jnp.zeros((num,), jnp.int32),
-            priority=some(-3, 4, default.priority),
-            deadline_ms=some(0, 900, default.deadline_ms),
-            session=some(0, 4, default.session),
-            predicted_length=some(1, 60, default.predicted_length),
+            priority=draw_column(-3, 4, default.priority),
+            deadline_ms=draw_column(0, 900, default.deadline_ms),
+            session=draw_column(0, 4, default.session),
+            predicted_length=draw_column(1, 60, default.predicted_length),
         ),
     )
 
@@ -208,7 +208,7 @@ def compare_with_engine(
     if w.dependencies is None:
         idle, _ = _submit(idle, requests, config=config)
     real = idle
-    mine = state.init_simulation(
+    simulated_state = state.init_simulation(
         w,
         capacity(config),
         case.policy,
@@ -220,9 +220,9 @@ def compare_with_engine(
     engine_infos = []
     # Left out if None, so that the program is that of other tests.
     judged: Any = {} if speculation is None else {"speculation": speculation}
-    while int(mine.num_done) < int(mine.num_served):
-        mine, some = run_simulation(
-            mine,
+    while int(simulated_state.num_done) < int(simulated_state.num_served):
+        simulated_state, call_infos = run_simulation(
+            simulated_state,
             w,
             capacity=capacity(config),
             policy=case.policy,
@@ -232,7 +232,7 @@ def compare_with_engine(
             head=case.head,
             acceptance=acceptance,
         )
-        infos.append(jax.tree.map(np.asarray, some))
+        infos.append(jax.tree.map(np.asarray, call_infos))
         for start, micros in zip(infos[-1].start, infos[-1].micros, strict=True):
             if w.dependencies is not None:
                 real = client.submit_due(real, start)
@@ -250,10 +250,10 @@ def compare_with_engine(
             if w.dependencies is not None:
                 client.read_answers(one, start, micros)
     joined: Any = (
-        jax.tree.map(lambda *x: np.concatenate(x), *each)
-        for each in (infos, engine_infos)
+        jax.tree.map(lambda *x: np.concatenate(x), *info_list)
+        for info_list in (infos, engine_infos)
     )
-    return EngineComparison(mine, real, *joined)
+    return EngineComparison(simulated_state, real, *joined)
 
 
 def assert_equal_steps(run: EngineComparison) -> None:
@@ -261,7 +261,7 @@ def assert_equal_steps(run: EngineComparison) -> None:
     infos = run.infos
     engine_infos = run.engine_infos
     work = infos.work
-    there = engine_infos.sequence >= 0
+    is_present = engine_infos.sequence >= 0
     drafts = 0 if work.num_drafts is None else work.num_drafts
     stay = (infos.num_finished == 0) & ~engine_infos.held.any(axis=1)
     did = {
@@ -271,7 +271,7 @@ def assert_equal_steps(run: EngineComparison) -> None:
         ),
         "drawn": (
             work.num_drawn,
-            np.where(there, engine_infos.num_emitted, 0).sum(axis=1),
+            np.where(is_present, engine_infos.num_emitted, 0).sum(axis=1),
         ),
         "finished": (infos.num_finished, (engine_infos.reason > 0).sum(axis=1)),
         "copied": (work.num_copied, engine_infos.num_copied),
@@ -282,8 +282,8 @@ def assert_equal_steps(run: EngineComparison) -> None:
         did["drafts"] = work.num_drafts, engine_infos.num_drafts.sum(axis=1)
     for name in ("num_admitted", "num_preempted", "used_pages", "enough"):
         did[name] = getattr(infos, name), getattr(engine_infos, name)
-    for name, (mine, real) in did.items():
-        np.testing.assert_array_equal(mine, real, name)
+    for name, (ours, real) in did.items():
+        np.testing.assert_array_equal(ours, real, name)
     for name, broken in engine_infos.violations._asdict().items():
         assert not np.any(broken), name
 
@@ -330,10 +330,10 @@ class SessionClient:
             is_mine = (row >= self.ends[i] - self.samples[i]) & (row < self.ends[i])
             length = np.where(is_mine, self.requests.prompt_length, 0)
             arrival = np.where(is_mine[:, None], divmod(at, 1_000_000), 0)
-            mine = self.requests._replace(
+            requests = self.requests._replace(
                 prompt_length=length.astype(np.int32), arrival=arrival.astype(np.int32)
             )
-            real, taken = _submit(real, mine, config=self.config)
+            real, taken = _submit(real, requests, config=self.config)
             assert int(taken.sum()) == self.samples[i]
             self.rows += [i] * int(self.samples[i])
         return real
@@ -361,8 +361,10 @@ def engine_requests(
     )
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in np.asarray(w.prompt)]
     asks = [
-        Sampling(n=int(n), max_tokens=int(most), temperature=1.0)
-        for n, most in zip(np.asarray(w.samples), np.asarray(w.output), strict=True)
+        Sampling(n=int(n), max_tokens=int(max_tokens), temperature=1.0)
+        for n, max_tokens in zip(
+            np.asarray(w.samples), np.asarray(w.output), strict=True
+        )
     ]
     attributes = None
     if w.attributes is not None:

@@ -38,11 +38,11 @@ TRACE = [
 def folder() -> Path:
     """Returns the folder of the runs, deleted with the process."""
     _folder = tempfile.TemporaryDirectory(prefix="jaxkv-smoke-")
-    _kept.append(_folder)
+    _folders.append(_folder)
     return Path(_folder.name)
 
 
-_kept: list[tempfile.TemporaryDirectory] = []
+_folders: list[tempfile.TemporaryDirectory] = []
 
 
 @functools.cache
@@ -121,9 +121,9 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
 def measured_values(claims: Iterable[Claim]) -> dict[str, float]:
     """Returns measured numbers by claim; tests assert these, not the verdicts."""
     listed = list(claims)
-    found = {claim.claim: claim.ours for claim in listed}
-    assert len(found) == len(listed)
-    return found
+    by_claim = {claim.claim: claim.ours for claim in listed}
+    assert len(by_claim) == len(listed)
+    return by_claim
 
 
 def draw(study: Study, result: Any) -> dict[str, bytes]:

@@ -76,13 +76,13 @@ def tokenizer_of(decoder: Any, **settings: Any) -> Tokenizer:
 
 def ids_of(tokenizer: Tokenizer, *texts: str) -> list[int]:
     """Returns the ids of tokens by their texts; "bytes:x" means the bytes of x."""
-    found: list[int | None] = []
+    ids: list[int | None] = []
     for text in texts:
         words = [text]
         if text.startswith("bytes:"):
             words = [f"<0x{byte:02X}>" for byte in text[6:].encode()]
-        found += map(tokenizer.core.token_to_id, words)
-    return [token for token in found if token is not None]
+        ids += map(tokenizer.core.token_to_id, words)
+    return [token for token in ids if token is not None]
 
 
 def random_ids(rng: random.Random, tokenizer: Tokenizer, num: int) -> list[int]:
@@ -91,8 +91,10 @@ def random_ids(rng: random.Random, tokenizer: Tokenizer, num: int) -> list[int]:
     while len(ids) < num:
         match rng.choices(range(5), (35, 10, 15, 5, 35))[0]:
             case 0:
-                whole = ids_of(tokenizer, "bytes:" + rng.choice(("日", "é", "😀", "a")))
-                ids += whole[: rng.choice((1, 2, 3, 4, 4, 4))]
+                character_ids = ids_of(
+                    tokenizer, "bytes:" + rng.choice(("日", "é", "😀", "a"))
+                )
+                ids += character_ids[: rng.choice((1, 2, 3, 4, 4, 4))]
             case 1:
                 ids += ids_of(tokenizer, f"<0x{rng.randrange(256):02X}>")
             case 2:

@@ -78,8 +78,8 @@ class ReferenceScheduler:
 
     def take_blocks(self, request: ReferenceRequest, new: int) -> bool:
         """Extends the blocks of a request by `new` tokens, or returns False."""
-        own = request.num_computed + new - request.context
-        missing = -(-own // self.block_size) - len(request.blocks)
+        private_tokens = request.num_computed + new - request.context
+        missing = -(-private_tokens // self.block_size) - len(request.blocks)
         if missing > len(self.free):
             return False
         request.blocks += [self.free.pop() for _ in range(missing)]
@@ -124,8 +124,8 @@ class ReferenceScheduler:
             request = self.waiting[0]
             request.num_computed = request.context
             new = self.chunk(request, budget)
-            whole = -(-(request.num_tokens - request.context) // self.block_size)
-            if self.reserves_prompt and whole > len(self.free):
+            num_blocks = -(-(request.num_tokens - request.context) // self.block_size)
+            if self.reserves_prompt and num_blocks > len(self.free):
                 break
             if not self.take_blocks(request, new):
                 break
@@ -185,6 +185,6 @@ class ReferenceScheduler:
     def run(self) -> list[ReferenceStep]:
         steps = []
         while self.coming or self.waiting or self.running:
-            if (found := self.step()) is not None:
-                steps.append(found)
+            if (record := self.step()) is not None:
+                steps.append(record)
         return steps

@@ -33,8 +33,10 @@ def test_the_figure_of_a_record_meets_the_rubric(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = json.loads((RECORDS / name / "env.json").read_text("utf-8"))
-    kept = read_run(RECORDS / name, load_experiment(env["experiment"]))
-    sheet = figures.drawn(lambda: smoke.draw(kept.study, kept.result), monkeypatch)
+    stored_run = read_run(RECORDS / name, load_experiment(env["experiment"]))
+    sheet = figures.draw_sheet(
+        lambda: smoke.draw(stored_run.study, stored_run.result), monkeypatch
+    )
     assert figures.faults(sheet) == []
     for system, color in figures.looks(sheet):
         assert color == pytest.approx(system_style(system).color), system
@@ -55,7 +57,7 @@ def test_bars_start_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         ax.bar(["a", "b"], [5.0, 6.0])
         ax.set_ylim(4, 7)
 
-    sheet = figures.drawn(lambda: style.render_figure(draw), monkeypatch)
+    sheet = figures.draw_sheet(lambda: style.render_figure(draw), monkeypatch)
     assert sheet.axes[0].get_ylim() == (0, 7)
 
     def draw_log(ax: Any) -> None:
@@ -79,7 +81,7 @@ def test_legends_and_titles_do_not_cover_the_data(
             ax.legend(loc="center")
 
     render = lambda: style.render_figure(draw, panels=(1, 2))  # noqa: E731
-    sheet = figures.drawn(render, monkeypatch)
+    sheet = figures.draw_sheet(render, monkeypatch)
     assert figures.faults(sheet) == []
     assert all(ax.get_legend().get_window_extent().y0 > ax.bbox.y1 for ax in sheet.axes)
     assert sheet.axes[0].get_title(loc="left").split() == title.split()
@@ -93,7 +95,7 @@ def breach(change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> lis
         style.set_labels(ax, "One message", "width [features]", "rate [tokens/s]")
         ax.legend()
 
-    sheet = figures.drawn(lambda: style.render_figure(draw), monkeypatch)
+    sheet = figures.draw_sheet(lambda: style.render_figure(draw), monkeypatch)
     assert figures.faults(sheet) == []
     change(sheet.axes[0])
     return figures.faults(sheet)
@@ -116,8 +118,8 @@ def breach(change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> lis
 def test_faults_of_figures_are_detected(
     change: Callable[[Any], Any], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = "\n".join(breach(change, monkeypatch))
-    assert fault in found if fault else not found
+    faults = "\n".join(breach(change, monkeypatch))
+    assert fault in faults if fault else not faults
 
 
 def test_systems_differ_in_colour_or_marker() -> None:

@@ -15,25 +15,25 @@ def cost(jaxkv: Command) -> Command:
 
 
 def test_the_document_of_llama_2_7b(cost: Command) -> None:
-    found = document(cost, "llama-2-7b", "--sequence", "2048")
-    assert found["num_params"].items() >= {
+    report = document(cost, "llama-2-7b", "--sequence", "2048")
+    assert report["num_params"].items() >= {
         ("total", 6_738_415_616),
         ("non_embedding", 6_476_271_616),
         ("matmul", 6_607_077_376),
         ("active", 6_738_415_616),
     }
-    assert found["flops"]["forward_per_token"] == 14_287_896_576
-    assert found["flops"]["train_per_token"] == 42_863_689_728
-    assert found["kv_bytes_per_token"] == 524_288
-    assert found["memory_bytes"]["model_state"] == 16 * 6_738_415_616
-    assert found["comms_bytes"] == {}
-    assert sum(found["params_by_weight"].values()) == 6_738_415_616
-    terms = found["flops"]["terms"]
+    assert report["flops"]["forward_per_token"] == 14_287_896_576
+    assert report["flops"]["train_per_token"] == 42_863_689_728
+    assert report["kv_bytes_per_token"] == 524_288
+    assert report["memory_bytes"]["model_state"] == 16 * 6_738_415_616
+    assert report["comms_bytes"] == {}
+    assert sum(report["params_by_weight"].values()) == 6_738_415_616
+    terms = report["flops"]["terms"]
     assert sum(terms["forward"].values()) == 2048 * 14_287_896_576
     assert terms["decode"]["attention: scores"] == 32 * 2 * 2048 * 4096
     assert terms["prefill"]["head: head"] == 2 * 32_000 * 4096
-    assert found["symbols"]["i"] == 11_008
-    assert (found["prefill"]["bound"], found["decode"]["bound"]) == (
+    assert report["symbols"]["i"] == 11_008
+    assert (report["prefill"]["bound"], report["decode"]["bound"]) == (
         "compute",
         "memory",
     )
@@ -52,17 +52,17 @@ def test_one_layer_of_the_assignment(cost: Command) -> None:
 
 def test_per_device_costs_and_traffic_of_a_layout(cost: Command) -> None:
     args = ("--parallel", "tp=8,sp,pp=2", "--device", "h100", "--zero", "1")
-    found = document(cost, "llama-2-7b", *args, "--attention", "causal")
-    assert found["num_devices"] == 16
+    report = document(cost, "llama-2-7b", *args, "--attention", "causal")
+    assert report["num_devices"] == 16
     # Half of the layers, four all-reduces each.
-    assert found["comms_bytes"]["tensor"]["forward"] == 3_758_096_384 / 2
-    assert found["comms_bytes"]["pipeline"]["forward"] == 33_554_432 / 8
+    assert report["comms_bytes"]["tensor"]["forward"] == 3_758_096_384 / 2
+    assert report["comms_bytes"]["pipeline"]["forward"] == 33_554_432 / 8
     # One micro-batch in three ticks; both tables and the last norm on each stage.
-    assert found["comms_bytes"]["idle"]["backward"] == 2 * 33_554_432 / 8
+    assert report["comms_bytes"]["idle"]["backward"] == 2 * 33_554_432 / 8
     tables = (2 * 32_000 // 8 + 1) * 4096
-    assert found["comms_bytes"]["tables"] == {"forward": 0, "backward": tables * 2}
-    assert found["flops"]["attention"] == "causal"
-    assert found["memory_bytes"]["weights"] < 2 * 6_738_415_616 / 15
+    assert report["comms_bytes"]["tables"] == {"forward": 0, "backward": tables * 2}
+    assert report["flops"]["attention"] == "causal"
+    assert report["memory_bytes"]["weights"] < 2 * 6_738_415_616 / 15
 
 
 def test_context_parallel_pages_send_per_row(cost: Command) -> None:
@@ -98,9 +98,9 @@ def test_a_mixture_is_explained_by_its_own_numbers(cost: Command) -> None:
     assert "3.63 times the parameters" in output
     assert cost("mixtral-8x7b", "--sequence", "1")[0] == 0
     # To the experts and back, k h of two bytes per direction; one in eight is local.
-    found = document(cost, "mixtral-8x7b", "--parallel", "ep=8")
+    report = document(cost, "mixtral-8x7b", "--parallel", "ep=8")
     assert (
-        found["comms_bytes"]["expert"]["forward"]
+        report["comms_bytes"]["expert"]["forward"]
         == 32 * 4096 * 2 * 2 * 4096 * 2 * 7 / 8
     )
 
@@ -122,16 +122,16 @@ def test_a_file_and_a_folder_are_read(cost: Command) -> None:
     for name in ("config.json", "llama_7b_config.json"):
         Path(name).write_text(json.dumps(config))
     for path in (".", "config.json", "llama_7b_config.json"):
-        found = document(cost, path)
-        assert found["num_params"]["total"] == 6_738_415_616
-    assert found["model"] == "llama_7b_config"
+        report = document(cost, path)
+        assert report["num_params"]["total"] == 6_738_415_616
+    assert report["model"] == "llama_7b_config"
 
 
 @pytest.mark.slow
 def test_figure_and_document_are_written(cost: Command) -> None:
-    found = document(cost, "smollm2-135m", "--plot", "--out", "here")
-    kept = json.loads(Path("here/cost.json").read_text())
-    assert kept["num_params"] == found["num_params"]
+    report = document(cost, "smollm2-135m", "--plot", "--out", "here")
+    stored_report = json.loads(Path("here/cost.json").read_text())
+    assert stored_report["num_params"] == report["num_params"]
     assert Path("here/figure.png").read_bytes()[:4] == b"\x89PNG"
     first = Path("here/figure.svg").read_bytes()
     assert b"memory-bound below" in first

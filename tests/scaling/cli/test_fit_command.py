@@ -60,9 +60,11 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "loss": loss(n, d) * np.exp(noise[i]),
             }
             runs.append(run | ({"status": "diverged", "loss": None} if i == 9 else {}))
-            for seen in np.geomspace(0.02, 1, 20) * d:
-                point = {"run_id": f"r{i}", "step": 1, "num_tokens": seen}
-                curves.append(point | {"flops": 6 * n * seen, "loss": loss(n, seen)})
+            for num_tokens in np.geomspace(0.02, 1, 20) * d:
+                point = {"run_id": f"r{i}", "step": 1, "num_tokens": num_tokens}
+                curves.append(
+                    point | {"flops": 6 * n * num_tokens, "loss": loss(n, num_tokens)}
+                )
     for name, rows in (("runs", runs), ("curves", curves)):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines)
@@ -95,19 +97,23 @@ def test_a_sweep_is_fitted_without_flags(jaxkv: Command, sweep: Path) -> None:
         low, high = document["intervals"][name]
         assert low < document["coefficients"][name] < high
         assert low < value < high
-    found = {each["method"]: each for each in document["frontiers"]}
+    by_method = {frontier["method"]: frontier for frontier in document["frontiers"]}
     for method in ("parabola", "akima", "projection", "envelope"):
-        assert found[method]["num_resamples"] > 150
-        assert found[method]["a_interval"][0] < a < found[method]["a_interval"][1]
-    assert found["parabola"]["num_minima"] == found["parabola"]["num_budgets"] == 5
-    assert found["envelope"]["num_budgets"] == 500
-    assert {"parabola, corrected", "parabola of 3", "parabola of 7"} <= found.keys()
+        assert by_method[method]["num_resamples"] > 150
+        assert (
+            by_method[method]["a_interval"][0] < a < by_method[method]["a_interval"][1]
+        )
+    assert (
+        by_method["parabola"]["num_minima"] == by_method["parabola"]["num_budgets"] == 5
+    )
+    assert by_method["envelope"]["num_budgets"] == 500
+    assert {"parabola, corrected", "parabola of 3", "parabola of 7"} <= by_method.keys()
 
     folder = Path("here")
-    kept = (folder / "fit.json").read_text()
-    result = from_json(kept)
+    fit_text = (folder / "fit.json").read_text()
+    result = from_json(fit_text)
     assert result.coefficients == document["coefficients"]
-    assert json.loads(kept)["count"] == "non-embedding"
+    assert json.loads(fit_text)["count"] == "non-embedding"
     config = json.loads((folder / "config.json").read_text())
     assert config["log"] == str(sweep)
     report = (folder / "report.md").read_text()
@@ -119,7 +125,7 @@ def test_a_sweep_is_fitted_without_flags(jaxkv: Command, sweep: Path) -> None:
     again = ("fit", "--config", "here/config.json", "--out", "here")
     status, out, err = jaxkv(*again)
     assert status == 0, err
-    assert json.loads((folder / "fit.json").read_text()) == json.loads(kept)
+    assert json.loads((folder / "fit.json").read_text()) == json.loads(fit_text)
     assert "a: N* ~ C^a" in out
     assert "report: here/report.md" in out
 
@@ -132,7 +138,7 @@ def fitted(**config: Any) -> dict[str, Any]:
 def test_published_coefficients_come_out_of_published_runs() -> None:
     path = traces.find("losses/gadre_c4.csv")
     rule = "N <= 0.42e9 and token_multiplier == 20 or N < 2e7 and token_multiplier==320"
-    found = fitted(
+    fit_report = fitted(
         log=str(path),
         law="over-training",
         where=rule,
@@ -142,10 +148,10 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
     )
     # Gadre et al. 2024, arXiv:2403.08540: five runs, least squares.
     published = {"a": 113.69, "b": 189.52, "eta": -0.24247, "E": 1.50825}
-    assert found["coefficients"] == pytest.approx(published, rel=1e-4)
-    assert found["coefficients"]["E"] == pytest.approx(1.50825, abs=2e-5)
-    assert found["warnings"][0].startswith("5 points are few for 4 coefficients")
-    held = found["held_out"]
+    assert fit_report["coefficients"] == pytest.approx(published, rel=1e-4)
+    assert fit_report["coefficients"]["E"] == pytest.approx(1.50825, abs=2e-5)
+    assert fit_report["warnings"][0].startswith("5 points are few for 4 coefficients")
+    held = fit_report["held_out"]
     assert held["num_points"] == 29
     assert held["mean_error"] < 0.03
     # With the published coefficients, on the held-out runs.
@@ -157,7 +163,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
     error = np.log(law / others.columns["loss"])
     assert held["mean_error"] == pytest.approx(np.abs(error).mean(), rel=0.01)
     assert held["last_error"] == pytest.approx(error[n.argmax()], rel=0.01)
-    assert found["frontiers"] == []
+    assert fit_report["frontiers"] == []
 
 
 @pytest.mark.thorough
@@ -186,12 +192,12 @@ def test_a_log_with_one_input_is_fitted_by_one_input_laws(jaxkv: Command) -> Non
     rows = "".join(f"{n!r},{(8.8e13 / n) ** 0.076!r}\n" for n in sizes.tolist())
     Path("log.csv").write_text(f"params,loss\n{rows}")
     args = ("log.csv", "--law", "kaplan-n", "--bootstrap", "0", "--out", "o")
-    found = document(jaxkv, "fit", *args)
-    assert found["coefficients"] == pytest.approx({"Nc": 8.8e13, "alpha": 0.076})
-    assert found["held_out"]["num_points"] == 4
-    assert found["held_out"]["mean_error"] < 1e-6
-    assert found["frontiers"] == []
-    assert "no isoFLOP groups, no envelope: the log has no D" in found["notes"]
+    fit_report = document(jaxkv, "fit", *args)
+    assert fit_report["coefficients"] == pytest.approx({"Nc": 8.8e13, "alpha": 0.076})
+    assert fit_report["held_out"]["num_points"] == 4
+    assert fit_report["held_out"]["mean_error"] < 1e-6
+    assert fit_report["frontiers"] == []
+    assert "no isoFLOP groups, no envelope: the log has no D" in fit_report["notes"]
     assert "parameters" in Path("o/figure.svg").read_text()
     line = "kaplan-n does not define how loss falls with parameters and with"
     assert_refused(jaxkv, "plan --flops 1e20 --law o", line)
@@ -206,30 +212,33 @@ def test_each_group_is_fitted_separately(jaxkv: Command, sweep: Path) -> None:
             for share in np.geomspace(0.25, 4, 6):
                 n = 0.3 * (budget / 6) ** 0.48 * share
                 d = budget / 6 / n
-                seen = (loss(n, d) + shift) * np.exp(rng.normal(0, 0.002))
+                noisy_loss = (loss(n, d) + shift) * np.exp(rng.normal(0, 0.002))
                 if data != "few" or len(lines) < 52:
-                    lines.append(f"{n:.17g},{d:.17g},{data},{seen:.17g}")
+                    lines.append(f"{n:.17g},{d:.17g},{data},{noisy_loss:.17g}")
     Path("log.csv").write_text("\n".join(lines) + "\n")
     alone = document(jaxkv, "fit", "log.csv", "--bootstrap", "0")
     (output,) = [x for x in alone["warnings"] if "groups the runs" in x]
     assert output.startswith("data is not used, and groups the runs (web, code, few)")
     args = ("log.csv", "--by", "data", "--bootstrap", "50", "--out", "o")
-    found = document(jaxkv, "fit", *args)
-    fits = found["fits"]
-    assert (found["by"], found["group"]) == ("data", "web")
+    fit_report = document(jaxkv, "fit", *args)
+    fits = fit_report["fits"]
+    assert (fit_report["by"], fit_report["group"]) == ("data", "web")
     assert [(fit["group"], fit["num_points"]) for fit in fits] == [
         ("web", 24),
         ("code", 24),
     ]
     floors = [fit["coefficients"]["E"] for fit in fits]
     assert floors[0] - floors[1] == pytest.approx(0.5, abs=0.15)
-    assert fits[0]["coefficients"] == found["coefficients"]
-    (left,) = [x for x in found["warnings"] if "not fitted" in x]
+    assert fits[0]["coefficients"] == fit_report["coefficients"]
+    (left,) = [x for x in fit_report["warnings"] if "not fitted" in x]
     assert left == (
         "data few: not fitted: 3 points are too few for the 5 coefficients of "
         "chinchilla"
     )
-    assert {each["group"] for each in found["frontiers"]} == {"web", "code"}
+    assert {frontier["group"] for frontier in fit_report["frontiers"]} == {
+        "web",
+        "code",
+    }
     # Equal to fits of separate logs.
     only = ("--where", "data == 'code'", "--ignore", "data != 'code'")
     one = document(jaxkv, "fit", "log.csv", "--bootstrap", "50", *only)
@@ -246,14 +255,14 @@ def test_each_group_is_fitted_separately(jaxkv: Command, sweep: Path) -> None:
 @pytest.mark.thorough
 def test_given_coefficients_reach_report_and_plan(jaxkv: Command, sweep: Path) -> None:
     args = (str(sweep), "--count", "non-embedding", "--bootstrap", "50", "--out", "o")
-    given = ("--fix", "E=1.6", "--bound", "alpha=0.1:0.5")
-    found = document(jaxkv, "fit", *args, *given)
-    assert found["coefficients"]["E"] == 1.6
-    assert found["intervals"]["E"] == [1.6, 1.6]
-    assert found["bounds"] == {"alpha": [0.1, 0.5]}
+    flags = ("--fix", "E=1.6", "--bound", "alpha=0.1:0.5")
+    fit_report = document(jaxkv, "fit", *args, *flags)
+    assert fit_report["coefficients"]["E"] == 1.6
+    assert fit_report["intervals"]["E"] == [1.6, 1.6]
+    assert fit_report["bounds"] == {"alpha": [0.1, 0.5]}
     assert "| E | 1.6 | given |" in Path("o/report.md").read_text()
     plan = document(jaxkv, "plan", "--flops", "1e18", "--law", "o")
-    assert found["fixed"] == plan["fixed"] == {"E": 1.6}
+    assert fit_report["fixed"] == plan["fixed"] == {"E": 1.6}
 
 
 def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
@@ -261,11 +270,11 @@ def test_curves_of_one_size_have_no_envelope(tmp_path: Path) -> None:
     rows = "".join(f"a,1e8,{x!r},{loss(1e8, x)!r}\n" for x in d)
     log = tmp_path / "log.csv"
     log.write_text(f"run,N,D,loss\n{rows}")
-    found = fitted(log=str(log), law="kaplan-d", bootstrap=0)
-    assert found["frontiers"] == []
+    fit_report = fitted(log=str(log), law="kaplan-d", bootstrap=0)
+    assert fit_report["frontiers"] == []
     assert (
         "no envelope: curves of 1 size: below 3, the best one has no neighbour on "
-        "either side" in found["notes"]
+        "either side" in fit_report["notes"]
     )
 
 
@@ -278,7 +287,7 @@ def test_ctrl_c_keeps_the_completed_fits(sweep: Path) -> None:
         assert fit["samples"] is None
         assert fit["intervals"]
         assert any("interrupted" in line for line in fit["warnings"])
-    assert {each["num_resamples"] for each in document["frontiers"]} == {0}
+    assert {frontier["num_resamples"] for frontier in document["frontiers"]} == {0}
 
 
 @pytest.mark.thorough
@@ -290,16 +299,16 @@ def test_the_objective_contour_has_its_minimum_at_the_fit(sweep: Path) -> None:
     alpha, beta = (fit.coefficients[name] for name in names)
     x = alpha * np.array([0.8, 1.0, 1.3])
     y = beta * np.array([1.0, 1.2])
-    found = profile.profile_objective(fit, log.columns, names, x, y)
-    np.testing.assert_allclose(found[0, 1], fit.objective, rtol=1e-8)
-    assert (np.delete(found.ravel(), 1) > 1.5 * fit.objective).all()
+    contour = profile.profile_objective(fit, log.columns, names, x, y)
+    np.testing.assert_allclose(contour[0, 1], fit.objective, rtol=1e-8)
+    assert (np.delete(contour.ravel(), 1) > 1.5 * fit.objective).all()
     # With the exponents held, least squares of the loss is linear in E, A and B.
     squares = fit_law(CHINCHILLA, log.columns, loss="mse", space="linear")
-    n, d, seen = (log.columns[c] for c in ("num_params", "num_tokens", "loss"))
+    n, d, losses = (log.columns[c] for c in ("num_params", "num_tokens", "loss"))
     design = np.stack([np.ones_like(n), n ** -x[0], d ** -y[1]], 1)
-    left = seen - design @ np.linalg.lstsq(design, seen)[0]
-    found = profile.profile_objective(squares, log.columns, names, x[:1], y[1:])
-    np.testing.assert_allclose(found, [[(left**2).sum() / 2]], rtol=1e-6)
+    left = losses - design @ np.linalg.lstsq(design, losses)[0]
+    contour = profile.profile_objective(squares, log.columns, names, x[:1], y[1:])
+    np.testing.assert_allclose(contour, [[(left**2).sum() / 2]], rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -350,9 +359,9 @@ def test_a_hundred_thousand_rows_take_little_memory(tmp_path: Path) -> None:
     rows = np.stack([*runs.values()], 1)
     log = tmp_path / "log.csv"
     np.savetxt(log, rows, "%.8g", ",", header=",".join(runs), comments="")
-    asked = ["fit", str(log), "--json", "--out", str(tmp_path / "out")]
+    args = ["fit", str(log), "--json", "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        [sys.executable, "-c", FIT_AND_TELL_MEMORY, *asked, "--bootstrap", "400"],
+        [sys.executable, "-c", FIT_AND_TELL_MEMORY, *args, "--bootstrap", "400"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -367,19 +376,21 @@ def test_a_hundred_thousand_rows_take_little_memory(tmp_path: Path) -> None:
 def test_a_doubtful_surface_gives_no_correction(tmp_path: Path) -> None:
     flops = np.repeat(np.geomspace(6e18, 3e21, 4), 7)
     n = 0.1 * flops**0.5 * 10 ** np.tile(np.linspace(-0.5, 0.5, 7), 4)
-    seen = 1.8 + 420 * n**-0.34 + 1500 * (flops / 6 / n) ** -0.36
-    seen *= np.exp(0.005 * np.random.default_rng(0).normal(size=28))
+    losses = 1.8 + 420 * n**-0.34 + 1500 * (flops / 6 / n) ** -0.36
+    losses *= np.exp(0.005 * np.random.default_rng(0).normal(size=28))
     for scale in (1.0, 1.4):
-        seen[27] *= scale
-        rows = np.stack([n, flops, seen], 1)
+        losses[27] *= scale
+        rows = np.stack([n, flops, losses], 1)
         log = tmp_path / f"log{scale}.csv"
         np.savetxt(log, rows, "%.10g", ",", header="N,C,loss", comments="")
         document = fitted(log=str(log), bootstrap=100)
-        found = {each["method"]: each["a"] for each in document["frontiers"]}
+        exponents = {
+            frontier["method"]: frontier["a"] for frontier in document["frontiers"]
+        }
         is_sound = scale == 1
-        assert ("parabola, corrected" in found) == is_sound
+        assert ("parabola, corrected" in exponents) == is_sound
         assert document["shift"].startswith("The surface by projection" * is_sound)
-        assert found["projection, robust"] == pytest.approx(0.514, abs=0.02)
+        assert exponents["projection, robust"] == pytest.approx(0.514, abs=0.02)
         reported = [line for line in document["notes"] if "bias of parabolas" in line]
         assert len(reported) == (not is_sound)
         sizes = document["residual_sizes"]
@@ -471,7 +482,7 @@ def test_disjoint_intervals_give_a_warning() -> None:
         "num_tokens": np.tile([2e8, 6e8, 2e9, 6e9], 4),
     }
     data["loss"] = loss(*data.values())
-    found = fit_law(CHINCHILLA, data)
+    fit_result = fit_law(CHINCHILLA, data)
     law = PowerLaw(1.0, 0.6, (0.58, 0.62))
     minima = Minima.nowhere(1, 2, 0)
     flops = np.array([1e18, 1e19])
@@ -483,7 +494,7 @@ def test_disjoint_intervals_give_a_warning() -> None:
     apart = frontier_set.FrontierSet(
         frontier_set._NO_GROUPS, [parabola, near, envelope], [], None, [], []
     )
-    [line] = report.disjoint_intervals([found], apart)
+    [line] = report.disjoint_intervals([fit_result], apart)
     assert line.startswith("intervals of a, N* ~ C^a, do not overlap: chinchilla 0.5")
     assert "parabola 0.600 (0.580 to 0.620); akima 0.595 (0.590 to 0.600)" in line
     assert frontier_set.ENVELOPE not in line

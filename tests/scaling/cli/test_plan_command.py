@@ -32,8 +32,8 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "flops": flops,
         "loss": loss * np.exp(rng.normal(0, 0.003, 40)),
     }
-    found = fits.fit(CHINCHILLA, data, bootstrap=60)
-    document = to_json(found) | {"count": "non-embedding", "others": []}
+    fit_result = fits.fit(CHINCHILLA, data, bootstrap=60)
+    document = to_json(fit_result) | {"count": "non-embedding", "others": []}
     folder = tmp_path_factory.mktemp("fit")
     (folder / "fit.json").write_text(json.dumps(document))
     return folder
@@ -60,16 +60,16 @@ THE_LECTURE_S = {
 
 
 def test_the_plan_of_the_lecture(jaxkv: Command) -> None:
-    found = planned(jaxkv, LECTURE)
+    plan = planned(jaxkv, LECTURE)
     for name, (number, error) in THE_LECTURE_S.items():
-        assert found[name] == pytest.approx(number, rel=error), name
-    assert found["num_params_searched"] == pytest.approx(found["num_params"], rel=1e-6)
+        assert plan[name] == pytest.approx(number, rel=error), name
+    assert plan["num_params_searched"] == pytest.approx(plan["num_params"], rel=1e-6)
     for name in ("interval", "num_devices", "duration_s"):
-        assert found[name] is None
-    output = (found["device"], found["warnings"], found["count"])
+        assert plan[name] is None
+    output = (plan["device"], plan["warnings"], plan["count"])
     assert output == ("a100", [], "total")
-    shape = found["architecture"]
-    assert abs(shape["num_params"]["total"] / found["num_params"] - 1) < 1e-3
+    shape = plan["architecture"]
+    assert abs(shape["num_params"]["total"] / plan["num_params"] - 1) < 1e-3
     # The counts of a layer, by hand.
     h = shape["hidden_size"]
     i = shape["mlp_size"]
@@ -77,13 +77,13 @@ def test_the_plan_of_the_lecture(jaxkv: Command) -> None:
     layer = 2 * h * h + 2 * h * kv + 3 * h * i + 2 * h
     total = 2 * 32_000 * h + shape["num_layers"] * layer + h
     assert shape["num_params"]["total"] == total
-    assert found["memory_bytes"] > 16 * total
-    assert shape["min_devices"] == -(-found["memory_bytes"] // 80e9)
+    assert plan["memory_bytes"] > 16 * total
+    assert shape["min_devices"] == -(-plan["memory_bytes"] // 80e9)
     # Attention costs more than 6 N, so the budget trains on fewer tokens.
     assert shape["cost_usd"] > 5e6
     spent = shape["num_tokens"] * shape["train_flops_per_token"]
-    assert spent == pytest.approx(found["flops"], rel=1e-12)
-    assert found["exact_optimum"]["loss"] <= shape["loss"]
+    assert spent == pytest.approx(plan["flops"], rel=1e-12)
+    assert plan["exact_optimum"]["loss"] <= shape["loss"]
 
 
 def test_the_plan_is_explained_step_by_step(jaxkv: Command) -> None:
@@ -117,9 +117,9 @@ def test_days_and_devices_determine_each_other(jaxkv: Command) -> None:
 
 
 def test_a_budget_in_flops_is_enough(jaxkv: Command) -> None:
-    found = planned(jaxkv, "--flops 5.76e23 --law hoffmann-tex")
-    assert found["num_params"] == pytest.approx(4.036e10, rel=1e-3)
-    assert (found["device"], found["cost_usd"], found["device_s"]) == (None, None, None)
+    plan = planned(jaxkv, "--flops 5.76e23 --law hoffmann-tex")
+    assert plan["num_params"] == pytest.approx(4.036e10, rel=1e-3)
+    assert (plan["device"], plan["cost_usd"], plan["device_s"]) == (None, None, None)
     small = planned(jaxkv, f"--flops 1e15 --count non-embedding {SMALL}")
     counts = small["architecture"]["num_params"]
     assert counts["non_embedding"] == pytest.approx(small["num_params"], rel=0.02)
@@ -179,21 +179,21 @@ def test_a_fit_gives_intervals_and_its_parameter_count(
     jaxkv: Command, fit: Path
 ) -> None:
     args = f"--flops 1e22 --law {fit} {SMALL}"
-    found = planned(jaxkv, args)
+    plan = planned(jaxkv, args)
     truth = compute_optimum(
         CHINCHILLA, dict(A=420, B=1500, E=1.8, alpha=0.34, beta=0.36), 1e22
     )
-    low, high = found["interval"]
-    assert low < found["loss"] < high
+    low, high = plan["interval"]
+    assert low < plan["loss"] < high
     assert low < truth.loss < high
-    least, most = found["prediction_interval"]
-    assert most - least > high - low
-    low, high = found["num_params_interval"]
+    lowest, highest = plan["prediction_interval"]
+    assert highest - lowest > high - low
+    low, high = plan["num_params_interval"]
     assert low < truth.num_params < high
-    assert found["count"] == "non-embedding"
-    counted = found["architecture"]["num_params"]["non_embedding"]
-    assert counted == pytest.approx(found["num_params"], rel=2e-3)
-    assert not [x for x in found["warnings"] if "times the operations" in x]
+    assert plan["count"] == "non-embedding"
+    counted = plan["architecture"]["num_params"]["non_embedding"]
+    assert counted == pytest.approx(plan["num_params"], rel=2e-3)
+    assert not [x for x in plan["warnings"] if "times the operations" in x]
     far = planned(jaxkv, f"--flops 1e24 --law {fit}/fit.json --count total")
     output = " ".join(far["warnings"])
     assert "times the operations of the largest run" in output
@@ -205,19 +205,19 @@ def test_a_fit_gives_intervals_and_its_parameter_count(
 
 
 def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> None:
-    found = planned(jaxkv, "--target-loss 2.0 --gpu a100:4.0:312 --days 30")
-    assert found["target_loss"] == 2.0
-    assert found["flops"] == pytest.approx(4.249004e22, rel=1e-6)
-    assert found["loss"] == pytest.approx(2.0, rel=1e-12)
-    assert found["flops_interval"] is None
-    assert found["cost_usd"] == pytest.approx(
-        found["flops"] / 312e12 / 0.4 / 3600 * 4, rel=1e-9
+    plan = planned(jaxkv, "--target-loss 2.0 --gpu a100:4.0:312 --days 30")
+    assert plan["target_loss"] == 2.0
+    assert plan["flops"] == pytest.approx(4.249004e22, rel=1e-6)
+    assert plan["loss"] == pytest.approx(2.0, rel=1e-12)
+    assert plan["flops_interval"] is None
+    assert plan["cost_usd"] == pytest.approx(
+        plan["flops"] / 312e12 / 0.4 / 3600 * 4, rel=1e-9
     )
-    assert found["duration_s"] == pytest.approx(30 * 86400, rel=0.02)
+    assert plan["duration_s"] == pytest.approx(30 * 86400, rel=0.02)
     # The plan for that budget is the same.
-    again = planned(jaxkv, f"--flops {found['flops']!r}")
-    assert again["num_params"] == pytest.approx(found["num_params"], rel=1e-9)
-    assert again["architecture"]["num_layers"] == found["architecture"]["num_layers"]
+    again = planned(jaxkv, f"--flops {plan['flops']!r}")
+    assert again["num_params"] == pytest.approx(plan["num_params"], rel=1e-9)
+    assert again["architecture"]["num_layers"] == plan["architecture"]["num_layers"]
 
     fitted = planned(jaxkv, f"--target-loss 2.1 --law {fit} {SMALL}")
     powers = CHINCHILLA.two_powers
@@ -270,13 +270,13 @@ def test_a_plan_uses_the_fit_of_the_selected_group(jaxkv: Command, fit: Path) ->
 
 @pytest.mark.thorough
 def test_the_folder(jaxkv: Command) -> None:
-    found = planned(jaxkv, f"{LECTURE} --plot --out here")
-    kept = json.loads(Path("here/plan.json").read_text())
-    assert kept["num_params"] == found["num_params"]
+    plan = planned(jaxkv, f"{LECTURE} --plot --out here")
+    stored_plan = json.loads(Path("here/plan.json").read_text())
+    assert stored_plan["num_params"] == plan["num_params"]
     assert Path("here/figure.png").read_bytes()[:4] == b"\x89PNG"
     assert b"tokens per parameter" in Path("here/figure.svg").read_bytes()
     cost = document(jaxkv, "cost", "here/architecture.json")
-    assert cost["num_params"] == found["architecture"]["num_params"]
+    assert cost["num_params"] == plan["architecture"]["num_params"]
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ def test_a_damaged_checkpoint_is_one_line(jaxkv: Command) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     path.write_bytes(data)
-    way = f"--resume previous (or deleting {folder}) goes on from the newest whole"
-    assert_refused(jaxkv, STOPPED, f"{path}: is damaged; {way}")
+    remedy = f"--resume previous (or deleting {folder}) goes on from the newest whole"
+    assert_refused(jaxkv, STOPPED, f"{path}: is damaged; {remedy}")
     assert_refused(jaxkv, f"{STOPPED} --resume previous", "no checkpoint is whole")
     (folder / "SHA256SUMS").unlink()
     assert_refused(jaxkv, STOPPED, f"{folder / 'SHA256SUMS'}: is missing")
@@ -45,15 +45,15 @@ def test_a_run_resumed_on_other_devices_has_equal_losses(jaxkv: Command) -> None
     write_config("mine.json")
     # The first half of the run, as its folder has it when it is stopped there.
     write_config("half.json", num_steps=20, cooldown_steps=0)
-    whole = document(jaxkv, "train", "mine.json", "--out", "whole")
+    full_run = document(jaxkv, "train", "mine.json", "--out", "whole")
     document(jaxkv, "train", "half.json", "--out", "run")
     whole_config = Path("whole/config.json").read_text()
     Path("run/config.json").write_text(whole_config)
     output = "up to 20 were divided as num_processes=1, later ones as data=4,.* 0.002, "
     divided = ("--parallel", "dp=4", "--zero", "1")
     with pytest.warns(UserWarning, match=output):
-        found = document(jaxkv, "train", "mine.json", "--out", "run", *divided)
+        resumed_run = document(jaxkv, "train", "mine.json", "--out", "run", *divided)
     for name in ("train_loss", "loss"):
-        assert found[name] == pytest.approx(whole[name], rel=1e-4)
+        assert resumed_run[name] == pytest.approx(full_run[name], rel=1e-4)
     page = " ".join(jaxkv("train", "--help")[1].replace("│", " ").split())
     assert "later losses agree to a relative 2e-3" in page

@@ -38,7 +38,7 @@ from tests.support.commands import (
     document,
     words,
 )
-from tests.support.figures import drawn, faults
+from tests.support.figures import draw_sheet, faults
 from tests.support.folders import GOLDEN
 from tests.support.mutation import replace
 
@@ -120,41 +120,41 @@ def resolved(*lengths: str, **fields: Any) -> ServerCase:
 
 
 def test_the_document_of_a_load(queue: Command) -> None:
-    found = document(queue, "--rate", "8", "--objective", "ttft=0.5,e2e_mean=0.275")
-    assert found["model"] == "mixtral-8x7b"
-    assert (found["window_s"], found["warm_up_s"]) == (25.0, 8.0)
-    assert found["num_requests"] > 150
+    report = document(queue, "--rate", "8", "--objective", "ttft=0.5,e2e_mean=0.275")
+    assert report["model"] == "mixtral-8x7b"
+    assert (report["window_s"], report["warm_up_s"]) == (25.0, 8.0)
+    assert report["num_requests"] > 150
     for name in ("e2e_s", "ttft_s", "tpot_s"):
-        values = [found[name][x] for x in ("mean", "p50", "p90", "p99")]
+        values = [report[name][x] for x in ("mean", "p50", "p90", "p99")]
         assert values[1] <= values[2] <= values[3]
         for statistic, value in zip(("mean", "p50", "p90", "p99"), values, strict=True):
-            low, high = found[name]["interval"][statistic]
+            low, high = report[name]["interval"][statistic]
             assert low <= value <= high
     # Steps of the four draws are 20 to 26 ms.
-    assert found["tpot_s"]["p50"] == pytest.approx(0.023, rel=0.03)
-    assert found["requests_per_s"] == pytest.approx(8, rel=0.1)
-    assert found["tokens_per_s"] == pytest.approx(11 * found["requests_per_s"])
+    assert report["tpot_s"]["p50"] == pytest.approx(0.023, rel=0.03)
+    assert report["requests_per_s"] == pytest.approx(8, rel=0.1)
+    assert report["tokens_per_s"] == pytest.approx(11 * report["requests_per_s"])
     # The mean end-to-end times of the four draws are 0.22 to 0.29 s.
-    assert 0.5 < found["objective_probability"] < 0.9
-    assert 0 < found["goodput"]["per_s"] < 8
-    memory = found["memory"]
+    assert 0.5 < report["objective_probability"] < 0.9
+    assert 0 < report["goodput"]["per_s"] < 8
+    memory = report["memory"]
     # The share grows by 0.1 % each second, from 8 to 33 s.
     assert memory["peak_share"] == pytest.approx(0.232)
     assert memory["mean_share"] == pytest.approx(0.2 + 0.001 * 20, abs=1e-3)
-    assert found["fitted"]["has_model"]
-    assert found["fitted"]["devices"] == ["h100"]
+    assert report["fitted"]["has_model"]
+    assert report["fitted"]["devices"] == ["h100"]
 
 
 def test_a_sweep_finds_the_largest_rates(queue: Command) -> None:
     args = ("--sweep", "rate=10:60:11", "--objective", "ttft=1")
-    found = document(queue, *args)
-    rows = found["rows"]
+    report = document(queue, *args)
+    rows = report["rows"]
     assert [x["rate_per_s"] for x in rows] == [10.0 + 5 * k for k in range(11)]
     probability = [x["objective_probability"] for x in rows]
     assert probability[0] == 1.0
     assert probability[-1] == 0.0
     # The draws serve 38 to 50 requests per second.
-    largest = found["largest_rate_per_s"]
+    largest = report["largest_rate_per_s"]
     assert 30 < largest["0.9"]["rate"] < largest["0.5"]["rate"]
     assert largest["0.5"]["rate"] < largest["0.1"]["rate"] < 55
     assert {x["relation"] for x in largest.values()} == {"is"}
@@ -176,15 +176,15 @@ def test_statistics_are_those_of_a_loop(simulate: Command) -> None:
         case.setup, case.loads, ServerCoefficients(*np.zeros((17, 4)))
     )
     summary = RunSummary(case, run)
-    drawn = find_latency_factors(case.posterior, "mixtral-8x7b").draw(64)
+    draws = find_latency_factors(case.posterior, "mixtral-8x7b").draw(64)
     met = 0
     good = 0.0
     p90 = []
     begin = 8.0
     end = 33.0
     output = np.asarray(run.load.workload.output)
-    for factors in drawn:
-        for draw, (whole, early) in enumerate(factors):
+    for factors in draws:
+        for draw, (end_to_end_factor, early) in enumerate(factors):
             first = []
             gaps = []
             within = 0
@@ -193,28 +193,30 @@ def test_statistics_are_those_of_a_loop(simulate: Command) -> None:
                     continue
                 first.append(early * (run.first_s[draw, i] - arrived))
                 spent = run.finish_s[draw, i] - run.first_s[draw, i]
-                gaps.append(whole * spent / (output[i] - 1))
+                gaps.append(end_to_end_factor * spent / (output[i] - 1))
                 within += first[-1] <= 0.031 and gaps[-1] <= 0.021
             p90.append(np.percentile(first, 90))
             met += p90[-1] <= 0.031 and np.mean(gaps) <= 0.021
             good += within / 25.0
-    assert 0 < met < drawn[..., 0].size
-    assert summary.probability(case.objectives) == met / drawn[..., 0].size
+    assert 0 < met < draws[..., 0].size
+    assert summary.probability(case.objectives) == met / draws[..., 0].size
     samples = summary.goodput(case.objectives)
     assert samples is not None
-    assert samples.mean() == pytest.approx(good / drawn[..., 0].size)
-    found = summary.document(8.0)
-    assert found["ttft_s"]["p90"] == pytest.approx(np.median(p90))
-    low, high = found["ttft_s"]["interval"]["p90"]
+    assert samples.mean() == pytest.approx(good / draws[..., 0].size)
+    report = summary.document(8.0)
+    assert report["ttft_s"]["p90"] == pytest.approx(np.median(p90))
+    low, high = report["ttft_s"]["interval"]["p90"]
     assert [low, high] == pytest.approx(np.quantile(p90, [0.05, 0.95]).tolist())
 
 
 def test_percentiles_need_requests(queue: Command) -> None:
-    found = document(queue, "--rate", "2", "--duration", "20", "--arrivals", "constant")
-    assert found["num_requests"] == 40
-    assert found["ttft_s"]["p99"] is None
-    assert found["ttft_s"]["interval"]["p99"] is None
-    assert found["ttft_s"]["p90"] is not None
+    report = document(
+        queue, "--rate", "2", "--duration", "20", "--arrivals", "constant"
+    )
+    assert report["num_requests"] == 40
+    assert report["ttft_s"]["p99"] is None
+    assert report["ttft_s"]["interval"]["p99"] is None
+    assert report["ttft_s"]["p90"] is not None
     # A low rate has a longer window.
     assert document(queue, "--rate", "2")["window_s"] == 100.0
 
@@ -315,11 +317,11 @@ def test_doubts_about_a_trace_and_its_load_are_shown(
         "arrival_s,prompt_tokens,output_tokens\n" + "\n".join(lines)
     )
     args = ("mixtral-8x7b", "--tp", "2", "--trace", "t.csv", "--num-requests", "40")
-    found = document(simulate, *args)
-    (doubt,) = found["trace_doubts"]
+    report = document(simulate, *args)
+    (doubt,) = report["trace_doubts"]
     assert doubt.startswith("line 62: arrival_s=1787600000 is ")
     outside = {"answer_tokens": {"value": 16.0, "low": 4.0, "high": 5.0}}
-    assert found["outside_fitted"] == outside
+    assert report["outside_fitted"] == outside
     output = words(simulate, *args)
     assert "warning: answers of 16 tokens, and 4 to 5 were fitted" in output
     assert "warning: line 62: arrival_s=1787600000 is 20,689.8 days" in output
@@ -336,12 +338,12 @@ def test_objectives_and_sweeps_are_parsed() -> None:
 
 
 def test_largest_rates_are_interpolated_or_bounds() -> None:
-    found = find_largest_rates((1.0, 2.0, 3.0), [1.0, 0.8, 0.3])
-    assert found[0.9].rate == pytest.approx(1.5)
-    assert found[0.5].rate == pytest.approx(2.6)
-    assert (found[0.1].rate, found[0.1].relation) == (3.0, "at least")
-    found = find_largest_rates((1.0, 2.0), [0.4, 0.2])
-    assert {x.text for x in found.values()} == {"< 1", "> 2"}
+    largest = find_largest_rates((1.0, 2.0, 3.0), [1.0, 0.8, 0.3])
+    assert largest[0.9].rate == pytest.approx(1.5)
+    assert largest[0.5].rate == pytest.approx(2.6)
+    assert (largest[0.1].rate, largest[0.1].relation) == (3.0, "at least")
+    largest = find_largest_rates((1.0, 2.0), [0.4, 0.2])
+    assert {x.text for x in largest.values()} == {"< 1", "> 2"}
 
 
 @pytest.mark.parametrize(
@@ -395,8 +397,8 @@ def test_invalid_options_are_refused(simulate: Command, args: str, line: str) ->
 
 
 def test_coefficients_of_another_version_are_refused(simulate: Command) -> None:
-    kept = json.loads(Path("fit.json").read_text())
-    Path("fit.json").write_text(json.dumps(kept | {"cost_version": 7}))
+    fields = json.loads(Path("fit.json").read_text())
+    Path("fit.json").write_text(json.dumps(fields | {"cost_version": 7}))
     load = "mixtral-8x7b --tp 2 --rate 2 --prompt-tokens 9 --answer-tokens 9"
     assert_refused(simulate, load, "fit.json: cost_version=7 must be 1")
 
@@ -426,7 +428,7 @@ def test_the_figure_follows_the_rules(
     if case.objectives:
         probabilities = [x["objective_probability"] for x in rows]
         largest = find_largest_rates(case.rates, probabilities)
-    sheet = drawn(
+    sheet = draw_sheet(
         lambda: drawing.render_simulation(case, summaries, rows, largest), monkeypatch
     )
     assert len(sheet.axes) == 3
@@ -455,11 +457,11 @@ def test_a_server_is_simulated(simulate: Command) -> None:
 def test_each_policy_has_its_own_schedule(simulate: Command) -> None:
     args = ("llama-2-7b", "--prompt-tokens", "900", "--answer-tokens", "9")
     args += ("--rate", "30", "--duration", "4", "--warm-up", "1", "--draws", "2")
-    found = [
+    means_s = [
         document(simulate, *args, "--policy", name)["e2e_s"]["mean"]
         for name in ("fcfs", "prefill-first", "static")
     ]
-    assert len({*found}) == 3
+    assert len({*means_s}) == 3
     # Policies by attributes that these loads do not have.
     assert_refused(simulate, " ".join((*args, "--policy", "fair-share")), "fair-share")
 
@@ -477,20 +479,20 @@ def test_the_rows_of_a_table_are_predicted(
 
     replace(monkeypatch, stages, "predict_stage", predict)
     table = str(GOLDEN / "vllm_stages.csv")
-    found = document(simulate, "--stages", table)
-    first, second = found["rows"]
+    report = document(simulate, "--stages", table)
+    first, second = report["rows"]
     assert (first["model"], second["model"]) == ("llama-2-7b", "mixtral-8x7b")
     assert (first["is_overloaded"], second["is_overloaded"]) == (False, True)
     # Measured were 0.5 s in the mean, and 19 ms in the median.
-    assert found["num_judged"] == 1
+    assert report["num_judged"] == 1
     assert first["e2e_s"]["mean"] == pytest.approx(0.525)
     assert first["e2e_s"]["error"] == pytest.approx(0.05)
     assert first["ttft_s"]["median"] == pytest.approx(0.99 * 0.021)
     assert first["ttft_s"]["error"] == pytest.approx(0.99 * 21 / 19 - 1)
     factors = np.quantile(np.linspace(0.9, 1.2, 4), [0.05, 0.95])
     assert first["e2e_s"]["interval"]["mean"] == pytest.approx(0.5 * factors)
-    assert [found["coverage"][x] for x in ("e2e_s", "ttft_s")] == [1.0, 1.0]
-    assert found["largest_error"]["e2e_s"] == pytest.approx(0.05)
+    assert [report["coverage"][x] for x in ("e2e_s", "ttft_s")] == [1.0, 1.0]
+    assert report["largest_error"]["e2e_s"] == pytest.approx(0.05)
     # Prompts of 190 tokens and answers of 41; 2.6 requests are in the system.
     posterior = load_posterior(Path("fit.json"))
     sizes = LoadSizes(100.0, 200.0, 1.0), LoadSizes(200.0, 250.0, 9.0)

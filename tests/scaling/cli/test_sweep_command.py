@@ -165,5 +165,5 @@ def test_the_loss_table_shows_completed_runs() -> None:
     assert len(lines) == 3
     assert lines[1].split() == ["8", "2.5000", "."]
     assert lines[2].split() == ["16", ".", "diverged"]
-    many = [record(8, tokens, 2.0) for tokens in range(1, 12)]
-    assert sweep_progress.loss_table(many).count("2.0000") == 11
+    records = [record(8, tokens, 2.0) for tokens in range(1, 12)]
+    assert sweep_progress.loss_table(records).count("2.0000") == 11
