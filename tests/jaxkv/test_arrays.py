@@ -35,8 +35,8 @@ def test_packed_keeps_the_order(num: int) -> None:
         for size in (num // 2 + 1, num, num + 3):
             expected = np.full(size, NONE)
             expected[: where.size] = where[:size]
-            found = arrays.marked_indices(jnp.asarray(marked), size)
-            np.testing.assert_array_equal(found, expected)
+            indices = arrays.marked_indices(jnp.asarray(marked), size)
+            np.testing.assert_array_equal(indices, expected)
             ids = jnp.asarray(np.where(marked, 10 + np.arange(num), NONE), jnp.int32)
             expected = np.where(expected == NONE, NONE, expected + 10)
             np.testing.assert_array_equal(arrays.compact_ids(ids, size), expected)
@@ -82,15 +82,15 @@ def test_conditional_update() -> None:
 
     carry = {"changed": ints(1, 2), "kept": ints(3)}
     for wanted, expected in ((False, [1, 2]), (True, [6, 8])):
-        found = jax.jit(run)(jnp.asarray(wanted), carry)
-        assert found["changed"].tolist() == expected
-        assert found["kept"].tolist() == [3]
+        carry_after = jax.jit(run)(jnp.asarray(wanted), carry)
+        assert carry_after["changed"].tolist() == expected
+        assert carry_after["kept"].tolist() == [3]
     # Unchanged leaves are not part of the loop's carry.
     jaxpr = jax.make_jaxpr(run)(True, carry)
     [loop] = [x for x in jaxpr.eqns if x.primitive.name == "while"]
     assert len(loop.outvars) == 2  # the flag, and the changed leaf
-    many = jax.vmap(run, (0, None))(jnp.asarray([True, False]), carry)
-    assert many["changed"].tolist() == [[6, 8], [1, 2]]
+    batched_carry = jax.vmap(run, (0, None))(jnp.asarray([True, False]), carry)
+    assert batched_carry["changed"].tolist() == [[6, 8], [1, 2]]
 
 
 def test_packed_leaves_unpack_with_leading_axes() -> None:
@@ -105,8 +105,8 @@ def test_packed_leaves_unpack_with_leading_axes() -> None:
     assert len(jax.tree.leaves(arrays.pack_leaves(tree(steps[0])))) == 2
     _, rows = jax.lax.scan(lambda _, x: (_, arrays.pack_leaves(tree(x))), 0, steps)
     expected = jax.vmap(tree)(steps)
-    found = rows()
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    row_tree = rows()
+    assert jax.tree.structure(row_tree) == jax.tree.structure(expected)
+    for one, other in zip(*map(jax.tree.leaves, (row_tree, expected)), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         np.testing.assert_array_equal(one, other)

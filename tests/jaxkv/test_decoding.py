@@ -229,13 +229,13 @@ def test_gradients_equal_whole_sequences() -> None:
         )
         return value, pull(jnp.ones(()))[0], along
 
-    value, found, (same, slope) = differentiated(params)
+    value, grads, (same, slope) = differentiated(params)
     assert value == same
     np.testing.assert_allclose(
         value, weighted_logits_of_sequences(params, weights), rtol=1e-5
     )
     squares = 0.0
-    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, (grads, wanted)), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * float(abs(y).max()))
         squares += float((np.asarray(y, np.float64) ** 2).sum())
     np.testing.assert_allclose(slope, squares, rtol=1e-4)

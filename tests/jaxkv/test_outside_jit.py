@@ -69,12 +69,12 @@ def cost(work: step.Work) -> jax.Array:
 @pytest.mark.usefixtures("no_type_checks")
 def test_requests_can_be_submitted_without_jit() -> None:
     state = engines.start(CONFIG)
-    found = jaxkv.submit(state, requests(), config=CONFIG)
+    submission = jaxkv.submit(state, requests(), config=CONFIG)
     expected = engines.submit(engines.start(CONFIG), requests(), config=CONFIG)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, submission, expected)
     name = on_host(jnp.zeros(1, jnp.int32))
-    assert found[1].tolist() == [True, True, True, False]
-    left = jaxkv.cancel(found[0], name, name - 1)
+    assert submission[1].tolist() == [True, True, True, False]
+    left = jaxkv.cancel(submission[0], name, name - 1)
     assert int(left.ledger.num_waiting) == 1
 
 

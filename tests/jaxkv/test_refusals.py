@@ -63,22 +63,24 @@ def engine() -> jaxkv.Engine:
 
 
 @pytest.fixture(scope="module")
-def known(engine: jaxkv.Engine) -> list[list[int]]:
+def greedy_tokens(engine: jaxkv.Engine) -> list[list[int]]:
     """Returns the answers to the batch before any invalid call."""
-    return [each.tokens for each in engine.generate(PROMPTS, GREEDY)]
+    return [completion.tokens for completion in engine.generate(PROMPTS, GREEDY)]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(engine: jaxkv.Engine, known: list[list[int]]) -> Any:
+def _nothing_is_left(engine: jaxkv.Engine, greedy_tokens: list[list[int]]) -> Any:
     yield
-    assert_sound(engine, known)
+    assert_sound(engine, greedy_tokens)
 
 
-def assert_sound(engine: jaxkv.Engine, known: list[list[int]]) -> None:
+def assert_sound(engine: jaxkv.Engine, greedy_tokens: list[list[int]]) -> None:
     """Checks that the engine is idle and empty, and serves the same answers."""
     assert list(engine.stream()) == []
     assert engine.core.tracker.is_empty()
-    assert [each.tokens for each in engine.generate(PROMPTS, GREEDY)] == known
+    assert [
+        completion.tokens for completion in engine.generate(PROMPTS, GREEDY)
+    ] == greedy_tokens
     engines.assert_empty(engine.core.state)
 
 
@@ -150,9 +152,9 @@ def test_invalid_prompts_are_refused(engine: jaxkv.Engine, prompt: Any) -> None:
         wanted = (
             f"prompt={validation.format_value(prompt)} must be a sequence of token ids"
         )
-    some: Any = ["x", prompt]
+    prompts: Any = ["x", prompt]
     assert wanted in refusal(lambda: engine.submit(prompt))
-    assert f"prompts[1]: {wanted}" in refusal(lambda: engine.generate(some))
+    assert f"prompts[1]: {wanted}" in refusal(lambda: engine.generate(prompts))
 
 
 @pytest.mark.parametrize("token", [-1, 320, 2**31, 2**40, 2**63, 10**30, -(2**70)])
@@ -178,13 +180,13 @@ def test_tokens_outside_the_vocabulary_are_refused(
     ids=_named,
 )
 def test_every_sequence_of_token_ids_is_a_prompt(
-    engine: jaxkv.Engine, known: list[list[int]], prompt: Any
+    engine: jaxkv.Engine, greedy_tokens: list[list[int]], prompt: Any
 ) -> None:
     [done] = engine.generate([prompt], GREEDY)
-    assert done.tokens == known[2]
+    assert done.tokens == greedy_tokens[2]
     rows: Any = np.array([[int(token) for token in prompt]])
     [done] = engine.generate(rows, [GREEDY])
-    assert done.tokens == known[2]
+    assert done.tokens == greedy_tokens[2]
 
 
 @pytest.mark.parametrize("sampling", [{}, "x", [Sampling()], 3, Sampling, Broken()])
@@ -223,9 +225,9 @@ def test_invalid_times_and_ids_are_refused(
 @pytest.mark.parametrize("name", [np.int64(7), np.uint8(7), np.array(7), jnp.array(7)])
 def test_numpy_ids_and_times_are_accepted(engine: jaxkv.Engine, name: Any) -> None:
     time_s: Any = np.float32(0.5)
-    found = engine.submit([5], GREEDY, request_id=name, arrival_s=time_s)
-    assert type(found) is int
-    assert found == 7
+    request_id = engine.submit([5], GREEDY, request_id=name, arrival_s=time_s)
+    assert type(request_id) is int
+    assert request_id == 7
     [done] = [event.completion for event in engine.stream() if event.completion]
     assert (done.request_id, done.arrival_s) == (7, 0.5)
 
@@ -317,19 +319,19 @@ def test_numpy_numbers_become_python_numbers() -> None:
 # Further functions that take numbers
 
 
-def made(**fields: Any) -> Pages:
+def pages_of(**fields: Any) -> Pages:
     sizes: dict[str, Any] = dict.fromkeys(
         ["num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim"], 2
     )
     return api.make_pages(**sizes | {"dtype": "float32"} | fields)
 
 
-def asked(**fields: Any) -> Any:
-    given: dict[str, Any] = {"prompts": [[1], [2]], "asks": [GREEDY] * 2}
-    given |= fields
-    prompts = given.pop("prompts")
-    asks = given.pop("asks")
-    return make_requests(prompts, asks, config=BOUNDS, **given)
+def build_requests(**fields: Any) -> Any:
+    arguments: dict[str, Any] = {"prompts": [[1], [2]], "asks": [GREEDY] * 2}
+    arguments |= fields
+    prompts = arguments.pop("prompts")
+    asks = arguments.pop("asks")
+    return make_requests(prompts, asks, config=BOUNDS, **arguments)
 
 
 def bounds(**fields: Any) -> Any:
@@ -365,7 +367,7 @@ def located() -> Any:
 
 
 def cached(**sizes: int) -> Any:
-    return api.init_cache(made(), **{"max_slots": 1, "max_length": 1} | sizes)
+    return api.init_cache(pages_of(), **{"max_slots": 1, "max_length": 1} | sizes)
 
 
 def reserved(num_leaves: int, region: int) -> Any:
@@ -377,7 +379,7 @@ def reserved(num_leaves: int, region: int) -> Any:
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     **{
         f"no {name}": (
-            lambda name=name: made(**{name: 0}),
+            lambda name=name: pages_of(**{name: 0}),
             f"{name}=0 must be at least",
         )
         for name in ("num_layers", "num_pages", "num_kv_heads", "page_size", "head_dim")
@@ -437,34 +439,52 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dataclasses.replace(mixture(), mlp_bias=True),
         "experts have no biases",
     ),
-    "pages": (lambda: made(num_pages=1.5), "num_pages=1.5 must be a whole number"),
-    "layers": (lambda: made(num_layers=True), "num_layers=True must be a whole"),
-    "dtype": (lambda: made(dtype="foo"), "dtype='foo' must be a floating type"),
-    "ints": (lambda: made(dtype="int8"), "dtype='int8' must be a floating type"),
-    "kv": (lambda: made(kv_dtype=["int8"]), "kv_dtype=['int8'] must be 'model', "),
+    "pages": (lambda: pages_of(num_pages=1.5), "num_pages=1.5 must be a whole number"),
+    "layers": (lambda: pages_of(num_layers=True), "num_layers=True must be a whole"),
+    "dtype": (lambda: pages_of(dtype="foo"), "dtype='foo' must be a floating type"),
+    "ints": (lambda: pages_of(dtype="int8"), "dtype='int8' must be a floating type"),
+    "kv": (lambda: pages_of(kv_dtype=["int8"]), "kv_dtype=['int8'] must be 'model', "),
     "flat": (
-        lambda: made(num_layers=2**20, num_pages=2**20),
+        lambda: pages_of(num_layers=2**20, num_pages=2**20),
         "num_layers=1048576 times num_pages=1048576 must be below 2**31",
     ),
     "pool": (lambda: api.make_pool(2.0), "num_pages=2.0 must be a whole"),
     "table": (lambda: make_table(0, 1), "max_slots=0 must be at least 1"),
     "cache": (
-        lambda: api.init_cache(made(), max_slots=1, max_length=1.5),
+        lambda: api.init_cache(pages_of(), max_slots=1, max_length=1.5),
         "max_length=1.5 must be a whole number",
     ),
     "chunk": (lambda: api.fcfs(chunk_size=1.5), "chunk_size=1.5 must be"),
     "hold": (lambda: api.fcfs(hold_new=1), "hold_new=1 must be True or F"),
     "victim": (lambda: api.fcfs(victim=["latest"]), "victim=['latest']"),
-    "prompts": (lambda: asked(prompts=[[1], 2]), "prompts[1]=2 must be a sequence"),
-    "int32": (lambda: asked(prompts=[[1], [2**31]]), "prompts[1]: token id 2147483648"),
-    "asks": (lambda: asked(asks=[GREEDY, 3]), "asks[1]=3 must be a Sampling"),
-    "few": (lambda: asked(asks=[GREEDY]), "len(asks)=1 must be len(prompts)=2"),
-    "ids": (lambda: asked(request_ids=[1, 2.5]), "request_ids=2.5 must be a whole"),
-    "times": (lambda: asked(arrivals_s=[0, math.nan]), "arrivals_s=nan must be in"),
-    "lengths": (lambda: asked(arrivals_s=[0.0]), "len(arrivals_s)=1 must be len(pr"),
-    "width": (lambda: asked(width=1), "width=1 must be at least 2, one row"),
+    "prompts": (
+        lambda: build_requests(prompts=[[1], 2]),
+        "prompts[1]=2 must be a sequence",
+    ),
+    "int32": (
+        lambda: build_requests(prompts=[[1], [2**31]]),
+        "prompts[1]: token id 2147483648",
+    ),
+    "asks": (lambda: build_requests(asks=[GREEDY, 3]), "asks[1]=3 must be a Sampling"),
+    "few": (
+        lambda: build_requests(asks=[GREEDY]),
+        "len(asks)=1 must be len(prompts)=2",
+    ),
+    "ids": (
+        lambda: build_requests(request_ids=[1, 2.5]),
+        "request_ids=2.5 must be a whole",
+    ),
+    "times": (
+        lambda: build_requests(arrivals_s=[0, math.nan]),
+        "arrivals_s=nan must be in",
+    ),
+    "lengths": (
+        lambda: build_requests(arrivals_s=[0.0]),
+        "len(arrivals_s)=1 must be len(pr",
+    ),
+    "width": (lambda: build_requests(width=1), "width=1 must be at least 2, one row"),
     "stops": (
-        lambda: asked(asks=[GREEDY, Sampling(stop_tokens=(1, 2, 3, 4))]),
+        lambda: build_requests(asks=[GREEDY, Sampling(stop_tokens=(1, 2, 3, 4))]),
         "4 tokens that end a request must be at most config.max_stop_tokens=3",
     ),
     "rate": (
@@ -539,8 +559,8 @@ def test_invalid_engine_components_are_refused() -> None:
         ("eos_ids", ["a"], "must be a sequence of token ids"),
     )
     for name, value, wanted in tries:
-        given = parts | {name: value}
-        message = refusal(lambda given=given: api.Engine(**given))
+        arguments = parts | {name: value}
+        message = refusal(lambda arguments=arguments: api.Engine(**arguments))
         assert message.startswith(f"{name}={validation.format_value(value)} {wanted}")
 
 
@@ -579,7 +599,9 @@ def test_free_memory_is_known() -> None:
 
 
 def test_failed_allocation_error_is_one_line() -> None:
-    message = refusal(lambda: made(num_pages=2**29, page_size=2**16, head_dim=2**10))
+    message = refusal(
+        lambda: pages_of(num_pages=2**29, page_size=2**16, head_dim=2**10)
+    )
     assert message.startswith("no room for num_pages=536870912: ")
 
 
@@ -710,7 +732,7 @@ def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
     [(0, 500), *[pytest.param(i, 700, marks=pytest.mark.slow) for i in (1, 2, 3)]],
 )
 def test_random_requests_are_served_or_refused(
-    engine: jaxkv.Engine, known: list[list[int]], seed: int, num: int
+    engine: jaxkv.Engine, greedy_tokens: list[list[int]], seed: int, num: int
 ) -> None:
     rng = random.Random(seed)
     taken = set[int]()
@@ -726,5 +748,5 @@ def test_random_requests_are_served_or_refused(
             assert set(done.values()) <= {"stop", "length", "cancelled"}
             num_taken += len(taken)
             taken.clear()
-            assert_sound(engine, known)
+            assert_sound(engine, greedy_tokens)
     assert num / 8 < num_taken < num

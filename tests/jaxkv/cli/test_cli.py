@@ -85,19 +85,19 @@ report: here/report.md
 def test_compile_bound_smoke_runs_disable_optimization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def asked(name: str, **environ: str) -> dict[str, str]:
+    def environment_of(name: str, **environ: str) -> dict[str, str]:
         smoke_compilation.disable_optimization(name, environ)
         return environ
 
-    assert asked("jacobi") == {}  # jax has already read its variables
+    assert environment_of("jacobi") == {}  # jax has already read its variables
     monkeypatch.delitem(sys.modules, "jax")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert asked("jacobi")["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
-    assert asked("jacobi", XLA_FLAGS="mine")["XLA_FLAGS"] == "mine"
-    assert asked("latency_vs_rate") == {}
+    assert environment_of("jacobi")["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    assert environment_of("jacobi", XLA_FLAGS="mine")["XLA_FLAGS"] == "mine"
+    assert environment_of("latency_vs_rate") == {}
     assert {x.name for x in registry.entries()} >= smoke_compilation.COMPILE_BOUND
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    assert asked("jacobi") == {}  # programs for a GPU need optimization
+    assert environment_of("jacobi") == {}  # programs for a GPU need optimization
 
 
 def test_list_names_every_experiment(jaxkv: Command) -> None:
@@ -290,12 +290,12 @@ def test_every_experiment_matches_its_registry_entry(
 
 
 def test_the_registry_lists_every_experiment_in_order() -> None:
-    known = registry.entries()
-    assert [entry.name for entry in known] == sorted(entry.name for entry in known)
+    entries = registry.entries()
+    assert [entry.name for entry in entries] == sorted(entry.name for entry in entries)
     root = Path(registry.__file__).parents[2]
-    found = (root / "experiments").glob("*/*/experiment.py")
-    modules = {".".join(path.relative_to(root).with_suffix("").parts) for path in found}
-    assert modules == {entry.module for entry in known}
+    paths = (root / "experiments").glob("*/*/experiment.py")
+    modules = {".".join(path.relative_to(root).with_suffix("").parts) for path in paths}
+    assert modules == {entry.module for entry in entries}
 
 
 def test_no_product_command_is_defined_in_the_laboratory() -> None:

@@ -127,14 +127,16 @@ class Fuzz:
         return self._rng.choice([*FILES, *VALUES])
 
     def _flags(self, command: str) -> list[str]:
-        known = OF_RUNS
+        flag_names = OF_RUNS
         if command in OPTIONS:
-            known = [field.name for field in dataclasses.fields(OPTIONS[command])]
+            flag_names = [field.name for field in dataclasses.fields(OPTIONS[command])]
             if command == "generate":
-                known += [x.name for x in dataclasses.fields(generate.ModelOptions)]
+                flag_names += [
+                    x.name for x in dataclasses.fields(generate.ModelOptions)
+                ]
         words = []
         for _ in range(self._rng.choice([0, 1, 1, 2, 3])):
-            name = self._rng.choice([*known, "bogus"]).replace("_", "-")
+            name = self._rng.choice([*flag_names, "bogus"]).replace("_", "-")
             words += [f"--{name}", self._value()][: self._rng.choice([1, 2, 2, 2, 2])]
         return words
 
@@ -240,7 +242,10 @@ def hold(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
         assert len(line) < 2000, words
         # Progress lines and warnings may precede the error.
         output = (" resamples", " points", "jaxkv: warning: ")
-        assert all(any(x in each for x in output) for each in before), (words, err)
+        assert all(any(x in printed_line for x in output) for printed_line in before), (
+            words,
+            err,
+        )
         assert out == "" or "--json" not in words, words
     half = [
         os.path.join(folder, name)

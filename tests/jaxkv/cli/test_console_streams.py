@@ -88,9 +88,9 @@ def test_a_damaged_cache_gives_one_line_with_the_remedy(tmp_path: Path) -> None:
         ).stderr
 
     assert errors() == ""
-    kept = [*tmp_path.iterdir()]
-    assert len(kept) >= 2
-    for path in kept:
+    cache_files = [*tmp_path.iterdir()]
+    assert len(cache_files) >= 2
+    for path in cache_files:
         path.write_bytes(b"garbage")
     line = f"{tmp_path}: cannot cache compiled programs: its files are damaged; every"
     remedy = "until it is deleted or JAX_COMPILATION_CACHE_DIR names another folder\n"

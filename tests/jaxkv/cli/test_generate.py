@@ -38,9 +38,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def completions(called: Command, *args: str) -> list[dict[str, Any]]:
-    found = document(called, *args)
-    assert found["compile_s"] > 0
-    return found["completions"]
+    report = document(called, *args)
+    assert report["compile_s"] > 0
+    return report["completions"]
 
 
 @pytest.mark.slow
@@ -64,8 +64,8 @@ def test_the_bundled_model_continues_greedily(jaxkv: Command) -> None:
 def test_heads_of_the_bundled_model_change_no_token(jaxkv: Command, kind: str) -> None:
     words = ("stdlib-bytes", *BOTH, "--temperature", "0")
     plain = completions(jaxkv, *words)
-    found = completions(jaxkv, *words, "--speculate", kind)
-    assert [x["tokens"] for x in found] == [x["tokens"] for x in plain]
+    answers = completions(jaxkv, *words, "--speculate", kind)
+    assert [x["tokens"] for x in answers] == [x["tokens"] for x in plain]
     folder = str(files.find_heads_folder("stdlib-bytes", kind))
     named = completions(jaxkv, *words, "--speculate", kind, "--heads", folder)
     assert [x["tokens"] for x in named] == [x["tokens"] for x in plain]
@@ -75,8 +75,8 @@ def test_heads_of_the_bundled_model_change_no_token(jaxkv: Command, kind: str) -
 def test_modules_of_the_bundled_model_change_no_token(jaxkv: Command) -> None:
     words = ("stdlib-bytes-deepseek", *BOTH, "--temperature", "0")
     plain = completions(jaxkv, *words)
-    found = completions(jaxkv, *words, "--speculate", "mtp")
-    assert [x["tokens"] for x in found] == [x["tokens"] for x in plain]
+    answers = completions(jaxkv, *words, "--speculate", "mtp")
+    assert [x["tokens"] for x in answers] == [x["tokens"] for x in plain]
 
 
 def test_heads_of_another_model_are_rejected(jaxkv: Command, tiny: str) -> None:
@@ -96,8 +96,8 @@ def test_heads_of_another_model_are_rejected(jaxkv: Command, tiny: str) -> None:
 def test_several_prompts_stream_in_their_order(jaxkv: Command) -> None:
     status, out, err = jaxkv("stdlib-bytes", *BOTH)
     assert status == 0
-    found = completions(jaxkv, "stdlib-bytes", *BOTH)
-    first, second = (completion["text"] for completion in found)
+    answers = completions(jaxkv, "stdlib-bytes", *BOTH)
+    first, second = (completion["text"] for completion in answers)
     assert out == f"--- 1 of 2 ---\n{first}\n--- 2 of 2 ---\n{second}\n"
     assert "24 tokens" in err
 
@@ -108,22 +108,22 @@ def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Command) -> No
         words = ("--prompt", "import ", "--max-tokens", "12", "--temperature", "1")
         return completions(jaxkv, "stdlib-bytes", *words, *flags)[0]
 
-    whole = answer("--seed", "3")
-    assert whole == answer("--seed", "3")
-    assert whole["tokens"] != answer("--seed", "4")["tokens"]
-    middle = whole["text"][4]
+    full_answer = answer("--seed", "3")
+    assert full_answer == answer("--seed", "3")
+    assert full_answer["tokens"] != answer("--seed", "4")["tokens"]
+    middle = full_answer["text"][4]
     cut = answer("--seed", "3", "--stop", middle)
     assert cut["reason"] == "stop"
-    assert cut["text"] == whole["text"].partition(middle)[0]
+    assert cut["text"] == full_answer["text"].partition(middle)[0]
 
 
 @pytest.mark.slow
 def test_several_answers_to_each_prompt(jaxkv: Command) -> None:
-    found = completions(jaxkv, "stdlib-bytes", *BOTH, "--n", "2")
-    assert [each["prompt"] for each in found] == [0, 0, 1, 1]
-    texts = [each["text"] for each in found]
+    answers = completions(jaxkv, "stdlib-bytes", *BOTH, "--n", "2")
+    assert [answer["prompt"] for answer in answers] == [0, 0, 1, 1]
+    texts = [answer["text"] for answer in answers]
     assert len(set(texts)) == 4
-    assert [found[0], found[2]] == completions(jaxkv, "stdlib-bytes", *BOTH)
+    assert [answers[0], answers[2]] == completions(jaxkv, "stdlib-bytes", *BOTH)
     status, out, err = jaxkv("stdlib-bytes", *BOTH, "--n", "2")
     assert status == 0
     assert out == "".join(
@@ -134,15 +134,15 @@ def test_several_answers_to_each_prompt(jaxkv: Command) -> None:
 
 @pytest.mark.thorough
 def test_the_best_of_several_answers(jaxkv: Command) -> None:
-    drawn = completions(jaxkv, "stdlib-bytes", *ONE, "--n", "4")
+    samples = completions(jaxkv, "stdlib-bytes", *ONE, "--n", "4")
     best = ("--n", "2", "--best-of", "4")
     first, second = completions(jaxkv, "stdlib-bytes", *ONE, *best)
-    ranked = sorted(drawn, key=lambda each: -logprob("import ", each["tokens"]))
+    ranked = sorted(samples, key=lambda sample: -logprob("import ", sample["tokens"]))
     assert [first | {"score": None}, second | {"score": None}] == ranked[:2]
-    for each in first, second:
-        expected = logprob("import ", each["tokens"])
-        assert each["score"] == pytest.approx(expected, abs=1e-3)
-    assert {each["score"] for each in drawn} == {None}
+    for answer in first, second:
+        expected = logprob("import ", answer["tokens"])
+        assert answer["score"] == pytest.approx(expected, abs=1e-3)
+    assert {sample["score"] for sample in samples} == {None}
     assert jaxkv("stdlib-bytes", *ONE, *best)[1] == output([first, second])
 
 
@@ -151,17 +151,17 @@ def test_the_best_beams_of_each_prompt(jaxkv: Command, tiny: str) -> None:
     search = ("--beam-width", "4", "--n", "3", "--length-penalty", "0.5")
     status, out, err = jaxkv(tiny, *BOTH, *search)
     assert status == 0
-    found = completions(jaxkv, tiny, *BOTH, *search)
-    assert out == output(found)
+    answers = completions(jaxkv, tiny, *BOTH, *search)
+    assert out == output(answers)
     assert err.startswith("[beam search: text appears at the end]\n[length; 72 tokens")
-    assert [each["prompt"] for each in found] == [0, 0, 0, 1, 1, 1]
-    assert [each["sample"] for each in found] == [0, 1, 2] * 2
-    for prompt, selected in ("import ", found[:3]), ("class A", found[3:]):
-        scores = [each["score"] for each in selected]
-        totals = [logprob(prompt, each["tokens"], tiny) for each in selected]
-        assert scores == pytest.approx([each / 12**0.5 for each in totals], abs=1e-3)
+    assert [answer["prompt"] for answer in answers] == [0, 0, 0, 1, 1, 1]
+    assert [answer["sample"] for answer in answers] == [0, 1, 2] * 2
+    for prompt, selected in ("import ", answers[:3]), ("class A", answers[3:]):
+        scores = [answer["score"] for answer in selected]
+        totals = [logprob(prompt, answer["tokens"], tiny) for answer in selected]
+        assert scores == pytest.approx([total / 12**0.5 for total in totals], abs=1e-3)
         assert scores == sorted(scores, reverse=True)
-        assert len({tuple(each["tokens"]) for each in selected}) == 3
+        assert len({tuple(answer["tokens"]) for answer in selected}) == 3
         flags = ("--prompt", prompt, "--max-tokens", "12", "--temperature", "0")
         (greedy,) = completions(jaxkv, tiny, *flags)
         assert totals[0] > logprob(prompt, greedy["tokens"], tiny) - 1e-3
@@ -169,8 +169,8 @@ def test_the_best_beams_of_each_prompt(jaxkv: Command, tiny: str) -> None:
 
 @pytest.mark.thorough
 def test_the_score_of_a_single_answer_is_printed(jaxkv: Command) -> None:
-    found = generate._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
-    assert found == "[stop; 1 tokens in 2.0 s; score -0.500]"
+    summary = generate._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
+    assert summary == "[stop; 1 tokens in 2.0 s; score -0.500]"
     assert "score" not in jaxkv("stdlib-bytes", *BOTH, "--n", "2")[2]
 
 
@@ -181,9 +181,9 @@ def test_beam_search_flags_set_sampling_parameters() -> None:
     asks = generate._asks(options)
     assert [ask.beam_width for ask in asks] == [3, 3]
     assert asks[0].length_penalty == -1.0
-    for flag, asked in ("false", False), ("true", True), ("never", "never"):
+    for flag, early_stopping in ("false", False), ("true", True), ("never", "never"):
         ask = dataclasses.replace(options, early_stopping=flag)
-        assert generate._asks(ask)[0].early_stopping is asked
+        assert generate._asks(ask)[0].early_stopping is early_stopping
     # Values that disable an option are allowed.
     generate._asks(dataclasses.replace(options, temperature=0.0, top_p=1.0))
 
@@ -204,11 +204,12 @@ def logprob(prompt: str, answer: list[int], model_name: str = "stdlib-bytes") ->
     return sum(float(law[i - 1, tokens[i]]) for i in range(start, len(tokens)))
 
 
-def output(found: list[dict]) -> str:
+def output(answers: list[dict]) -> str:
     """Returns the printed form of ranked answers."""
+    num = len(answers)
     return "".join(
-        f"--- {i + 1} of {len(found)}, score {each['score']:.3f} ---\n{each['text']}\n"
-        for i, each in enumerate(found)
+        f"--- {i + 1} of {num}, score {answer['score']:.3f} ---\n{answer['text']}\n"
+        for i, answer in enumerate(answers)
     )
 
 
@@ -290,8 +291,8 @@ def test_ctrl_c_during_best_of_keeps_partial_answers(
     interrupt_when(monkeypatch, lambda event: event.sample == 1 and event.tokens)
     flags = ("--prompt", "import ", "--max-tokens", "12", "--n", "2", "--best-of", "3")
     status, out, _ = jaxkv("stdlib-bytes", *flags)
-    found = json.loads(jaxkv("stdlib-bytes", *flags, "--json")[1])
-    first, second = found["completions"]
+    report = json.loads(jaxkv("stdlib-bytes", *flags, "--json")[1])
+    first, second = report["completions"]
     assert status == 130
     assert {first["reason"], second["reason"]} == {"cancelled"}
     assert 0 < len(first["tokens"]) < 12
@@ -307,10 +308,12 @@ def test_ctrl_c_keeps_completed_beam_searches(
     search = ("--beam-width", "4", "--n", "3")
     status, out, _ = jaxkv(tiny, *BOTH, *search, "--json")
     assert status == 130
-    found = json.loads(out)["completions"]
-    assert [each["reason"] for each in found] == ["length"] * 3 + ["cancelled"] * 3
-    assert [each["score"] is None for each in found] == [False] * 3 + [True] * 3
-    assert [len(each["tokens"]) for each in found] == [12] * 3 + [0] * 3
+    answers = json.loads(out)["completions"]
+    assert [answer["reason"] for answer in answers] == ["length"] * 3 + [
+        "cancelled"
+    ] * 3
+    assert [answer["score"] is None for answer in answers] == [False] * 3 + [True] * 3
+    assert [len(answer["tokens"]) for answer in answers] == [12] * 3 + [0] * 3
 
 
 def test_control_characters_do_not_reach_the_terminal(
@@ -360,8 +363,10 @@ def test_a_folder_takes_precedence_over_a_bundled_name(
 
 
 def test_compile_time_is_reported_separately() -> None:
-    found = generate._summary([{"tokens": [1], "reason": "stop", "score": None}], 2, 6)
-    assert found == "[stop; 1 tokens in 2.0 s; compiled in 6.0 s]"
+    summary = generate._summary(
+        [{"tokens": [1], "reason": "stop", "score": None}], 2, 6
+    )
+    assert summary == "[stop; 1 tokens in 2.0 s; compiled in 6.0 s]"
 
 
 def test_programs_are_cached_in_the_default_folder(tmp_path: Path) -> None:

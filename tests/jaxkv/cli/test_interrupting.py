@@ -106,9 +106,9 @@ def test_ctrl_c_during_compilation_leaves_a_complete_folder(
     output, err = press(process)
     assert err == STOPPING
     assert "interrupted; the result is partial" in output
-    kept = run_folder.read_run(out, load_experiment("demo"))
-    assert kept.env["status"] == "interrupted"
-    assert not kept.result.continuous.is_done.any()
+    stored_run = run_folder.read_run(out, load_experiment("demo"))
+    assert stored_run.env["status"] == "interrupted"
+    assert not stored_run.result.continuous.is_done.any()
     names = {path.name for path in out.iterdir()}
     panels = {name for name in names if re.fullmatch(r"figure-\d\.(svg|png)", name)}
     assert len(panels) >= 4
@@ -128,14 +128,14 @@ def test_ctrl_c_during_serving_keeps_partial_results(
     out = tmp_path / "run"
     sizes = ("--num-requests", "400", "--max-length", "512")
     process = start("demo", "smoke", "--model", model, "--out", str(out), *sizes)
-    whole = "static batching: 400 of 400 requests"
-    while not (line := heard(process.stderr)).startswith(whole):
+    static_line = "static batching: 400 of 400 requests"
+    while not (line := heard(process.stderr)).startswith(static_line):
         assert line.startswith("static batching: ")  # a progress line on a busy machine
     assert press(process)[1] == STOPPING
-    kept = run_folder.read_run(out, load_experiment("demo"))
-    assert kept.env["status"] == "interrupted"
-    assert kept.result.static.is_done.all()
-    assert not kept.result.continuous.is_done.all()
+    stored_run = run_folder.read_run(out, load_experiment("demo"))
+    assert stored_run.env["status"] == "interrupted"
+    assert stored_run.result.static.is_done.all()
+    assert not stored_run.result.continuous.is_done.all()
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_compiler(
@@ -188,9 +188,9 @@ def test_an_interrupted_training_run_can_be_resumed(
     )
     wait_for((folder / "trunk" / "curve.jsonl").exists, process)
     assert press(process)[1] == STOPPING
-    kept = run_folder.read_run(out, load_experiment("bundled_model"))
-    assert kept.env["status"] == "interrupted"
-    assert kept.result.status == "stopped"
+    stored_run = run_folder.read_run(out, load_experiment("bundled_model"))
+    assert stored_run.env["status"] == "interrupted"
+    assert stored_run.result.status == "stopped"
     (last,) = (folder / "trunk" / "checkpoints").iterdir()
     config = experiment.CONFIGS["smoke"].trunk
     like = init_train_state(config.model, config.optimizer, jnp.int32(0))
@@ -239,8 +239,8 @@ def test_sigterm_acts_like_ctrl_c(start: Start, tmp_path: Path) -> None:
         "interrupted; the result is partial",
         f"report: {out / 'report.md'}",
     ]
-    kept = run_folder.read_run(out, load_experiment("lecture_numbers"))
-    assert kept.env["status"] == "interrupted"
+    stored_run = run_folder.read_run(out, load_experiment("lecture_numbers"))
+    assert stored_run.env["status"] == "interrupted"
     assert not (out / ".lock").exists()
 
 

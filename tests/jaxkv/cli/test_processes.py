@@ -59,9 +59,9 @@ def start(
 
 def answers(started: list[subprocess.Popen[str]]) -> list[str]:
     """Returns the output of each process after successful ends."""
-    both = [each.communicate(timeout=240) for each in started]
-    for each, (_, output) in zip(started, both, strict=True):
-        assert each.returncode == 0, output
+    both = [process.communicate(timeout=240) for process in started]
+    for process, (_, output) in zip(started, both, strict=True):
+        assert process.returncode == 0, output
     return [printed for printed, _ in both]
 
 
@@ -81,12 +81,12 @@ def test_a_run_in_several_processes_equals_that_of_one(
     first, *others = answers(start(num, *words, "--out", str(tmp_path / "many")))
     assert others == [""] * (num - 1)
     (alone,) = answers(start(1, *words, "--out", str(tmp_path / "one")))
-    many = json.loads(first)
+    parallel_run = json.loads(first)
     one = json.loads(alone)
     for name in ("status", "num_tokens", "flops"):
-        assert many[name] == one[name]
+        assert parallel_run[name] == one[name]
     for name in ("train_loss", "loss"):
-        assert many[name] == pytest.approx(one[name], rel=1e-4)
+        assert parallel_run[name] == pytest.approx(one[name], rel=1e-4)
     curves = [(tmp_path / x / "curve.jsonl").read_text() for x in ("many", "one")]
     assert len(curves[0].splitlines()) == len(curves[1].splitlines())
 
@@ -109,20 +109,22 @@ def test_a_lost_process_ends_all_and_the_run_resumes(tmp_path: Path) -> None:
     words = ("train", str(config), "--parallel", "dp=2", "--out", str(tmp_path / "run"))
     started = start(2, *words)
     limit = time.monotonic() + 120
-    kept = tmp_path / "run" / "checkpoints"
-    while not (kept.is_dir() and any(x.name.isdecimal() for x in kept.iterdir())):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    while not (
+        checkpoints.is_dir() and any(x.name.isdecimal() for x in checkpoints.iterdir())
+    ):
         assert time.monotonic() < limit
         time.sleep(0.1)
     started[1].send_signal(signal.SIGKILL)
     _, output = started[0].communicate(timeout=60)
     assert started[0].returncode == 1
     assert re.search("jaxkv: another process has ended: .*Gloo", output)
-    before = max(int(x.name) for x in kept.iterdir() if x.name.isdecimal())
+    before = max(int(x.name) for x in checkpoints.iterdir() if x.name.isdecimal())
     # All processes stop with the first one and report it, independent of their clocks.
     again = start(2, *words, "--json", first=("--max-seconds", "15"))
     printed, _ = again[0].communicate(timeout=120)
     again[1].communicate(timeout=120)
-    assert [each.returncode for each in again] == [75, 75]
+    assert [process.returncode for process in again] == [75, 75]
     assert int(Path(json.loads(printed)["checkpoint"]).name) > before
 
 
@@ -131,8 +133,8 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Returns the config of a run that does not end by itself."""
     config = tmp_path_factory.mktemp("configs") / "long.json"
     endless = {"num_steps": 10**6, "checkpoint_every": 500}
-    given = json.loads(config_dumps(TRAININGS["smoke"]))
-    config.write_text(json.dumps(given | endless))
+    settings = json.loads(config_dumps(TRAININGS["smoke"]))
+    config.write_text(json.dumps(settings | endless))
     return str(config)
 
 
@@ -144,8 +146,8 @@ def wait_for(is_so: Callable[[], object]) -> None:
 
 
 def steps_of(checkpoints: Path) -> list[int]:
-    found = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    return sorted(int(path.name) for path in found if path.name.isdecimal())
+    folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return sorted(int(path.name) for path in folders if path.name.isdecimal())
 
 
 INT = signal.SIGINT
@@ -182,18 +184,18 @@ def test_a_signal_to_any_process_stops_all_with_a_checkpoint(
     for index, number in sent:
         started[index].send_signal(number)
         time.sleep(0.02)
-    both = [each.communicate(timeout=120) for each in started]
-    assert tuple(each.returncode for each in started) == statuses, both
-    asked = {index for index, _ in sent}
+    both = [process.communicate(timeout=120) for process in started]
+    assert tuple(process.returncode for process in started) == statuses, both
+    indices = {index for index, _ in sent}
     for index, (printed, err) in enumerate(both):
-        assert ("stopping after the current piece" in err) == (index in asked)
+        assert ("stopping after the current piece" in err) == (index in indices)
         assert "Traceback" not in err
         assert (printed == "") == (index > 0)
-    why = "interrupted" if 0 in asked else "another process was stopped"
+    why = "interrupted" if 0 in indices else "another process was stopped"
     assert both[0][0].splitlines()[-1] == f"{why}; run the same command to continue"
-    kept = out / "checkpoints"
-    assert not [path for path in kept.iterdir() if not path.name.isdecimal()]
-    files.verify_checksums(kept / str(steps_of(kept)[-1]))
+    checkpoints = out / "checkpoints"
+    assert not [path for path in checkpoints.iterdir() if not path.name.isdecimal()]
+    files.verify_checksums(checkpoints / str(steps_of(checkpoints)[-1]))
 
 
 @pytest.mark.slow
@@ -208,8 +210,8 @@ def test_a_second_signal_ends_all_at_once(
         started[index].send_signal(signal.SIGINT)
         time.sleep(0.05)
     began = time.monotonic()
-    for each in started:
-        each.communicate(timeout=60)
+    for process in started:
+        process.communicate(timeout=60)
     assert time.monotonic() - began < 40
     assert started[index].returncode == 130
     assert started[1 - index].returncode in (1, 130)  # the piece was just over
@@ -218,10 +220,10 @@ def test_a_second_signal_ends_all_at_once(
 @pytest.mark.slow
 def test_a_run_resumes_in_another_number_of_processes(tmp_path: Path) -> None:
     config = tmp_path / "mine.json"
-    given = json.loads(config_dumps(TRAININGS["smoke"]))
+    settings = json.loads(config_dumps(TRAININGS["smoke"]))
     # At the smoke run's rate rounding grows to a relative 2e-2.
     changed = {"num_steps": 400, "checkpoint_every": 100, "learning_rate": 3e-3}
-    config.write_text(json.dumps(given | changed))
+    config.write_text(json.dumps(settings | changed))
     words = ("train", str(config), "--json")
     run = ("--out", str(tmp_path / "run"))
     two = start(2, *words, *run, "--parallel", "dp=2", "--zero", "1")
@@ -233,15 +235,15 @@ def test_a_run_resumes_in_another_number_of_processes(tmp_path: Path) -> None:
     step = steps_of(tmp_path / "run" / "checkpoints")[-1]
     assert 100 <= step < 400
     four = start(4, *words, *run, "--parallel", "dp=4", first=("--max-seconds", "1e-9"))
-    both = [each.communicate(timeout=240) for each in four]
-    assert [each.returncode for each in four] == [75] * 4, both
+    both = [process.communicate(timeout=240) for process in four]
+    assert [process.returncode for process in four] == [75] * 4, both
     assert steps_of(tmp_path / "run" / "checkpoints")[-1] == step
     (one,) = answers(start(1, *words, *run))
-    (whole,) = answers(start(1, *words, "--out", str(tmp_path / "whole")))
-    found = json.loads(one)
-    expected = json.loads(whole)
+    (full_output,) = answers(start(1, *words, "--out", str(tmp_path / "whole")))
+    report = json.loads(one)
+    expected = json.loads(full_output)
     for name in ("train_loss", "loss"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-4)
+        assert report[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -340,9 +342,9 @@ def test_a_process_that_ends_while_idle_ends_all(lost: int) -> None:
         )
         for index in range(2)
     ]
-    for each in started:
-        assert each.stderr is not None
-        assert any("here" in line for line in each.stderr)
+    for process in started:
+        assert process.stderr is not None
+        assert any("here" in line for line in process.stderr)
     started[lost].kill()
     began = time.monotonic()
     _, output = started[1 - lost].communicate(timeout=60)

@@ -168,15 +168,15 @@ def test_a_server_survives_its_clients_and_stops_on_a_signal(
         "tiny",
         server.process.pid,
     )
-    asked = dict(prompt="def f(", max_tokens=12, seed=5)
-    text = server.text(**asked)
+    request = dict(prompt="def f(", max_tokens=12, seed=5)
+    text = server.text(**request)
     # Clients that leave, before and after the first token.
     endless = dict(prompt="x", max_tokens=3900, ignore_eos=True)
     for stream in (False, True):
-        gone = [server.begin(**endless, stream=stream) for _ in range(6)]
+        connections = [server.begin(**endless, stream=stream) for _ in range(6)]
         if stream:
-            assert gone[0].getresponse().read(6) == b"data: "
-        for connection in gone:
+            assert connections[0].getresponse().read(6) == b"data: "
+        for connection in connections:
             connection.close()
     server.wait_until_idle()
     assert server.metric("jaxkv_disconnects_total") == 12
@@ -190,7 +190,7 @@ def test_a_server_survives_its_clients_and_stops_on_a_signal(
             idle = stack.enter_context(socket.create_connection(server.address))
             idle.sendall(b"POST /v1/comp" * (i % 2))
         begin = time.monotonic()
-        assert server.text(**asked) == text
+        assert server.text(**request) == text
         assert time.monotonic() - begin < 5
     assert server.process.poll() is None
     # Requests in progress at the stop get one clear error.
@@ -329,15 +329,15 @@ def test_ray_workers_answer_over_http(
     server = Server(popen("-c", code, "serve", model, *flags))
     roles = {x["role"]: x for x in server.status["workers"]}
     assert {*roles} == {"prefill", "decode"}
-    asked = dict(prompt="def f(x): return x + 1", max_tokens=12, seed=5)
-    text = server.text(**asked)
+    request = dict(prompt="def f(x): return x + 1", max_tokens=12, seed=5)
+    text = server.text(**request)
     with contextlib.closing(server.connect()) as connection:
         head = {"Authorization": f"Bearer {KEY}"}
         connection.request("GET", "/v1/models", headers=head)
         [listed] = json.loads(connection.getresponse().read())["data"]
     assert listed["id"] == server.status["model"] == "own"
     os.kill(roles["decode"]["pid"], signal.SIGKILL)
-    assert server.text(**asked) == text
+    assert server.text(**request) == text
     # The loss of the head is one line, and no process is left.
     router = psutil.Process(server.status["router_pid"])
     children = router.children(recursive=True)

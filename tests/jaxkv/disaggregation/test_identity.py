@@ -319,8 +319,8 @@ def test_a_router_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_differences_are_described() -> None:
-    own = plain()
-    assert identity.describe_difference(dict(own), own) is None
-    changed = own | {"end_tokens": "[1, 7]"}
-    line = identity.describe_difference(changed, own)
+    fields = plain()
+    assert identity.describe_difference(dict(fields), fields) is None
+    changed = fields | {"end_tokens": "[1, 7]"}
+    line = identity.describe_difference(changed, fields)
     assert line == "end_tokens='[1, 7]' must be '[1]'"

@@ -108,10 +108,12 @@ async def test_streamed_events_are_those_of_the_answer() -> None:
         ask = Sampling(max_tokens=4, n=2)
         events = [x async for x in router.stream(PROMPT, ask, key_id=1)]
         for sample in range(2):
-            mine = [x for x in events if x.sample == sample]
+            sample_events = [x for x in events if x.sample == sample]
             wanted = tokens_of(PROMPT, ask, 1, sample)
-            assert [token for x in mine for token in x.tokens] == wanted
-            assert "".join(x.text for x in mine) == "".join(f"<{x}>" for x in wanted)
+            assert [token for x in sample_events for token in x.tokens] == wanted
+            assert "".join(x.text for x in sample_events) == "".join(
+                f"<{x}>" for x in wanted
+            )
         assert [x.completion is not None for x in events].count(True) == 1
         assert events[-1].completion is not None
         assert len({x.request_id for x in events}) == 1
@@ -152,15 +154,15 @@ async def test_tokens_that_changed_after_they_were_streamed_are_an_error() -> No
         worker.pace_s = 0.01  # the tokens arrive before the worker ends
 
     async with routing(DECODE, launcher=ScriptedLauncher(prepare)) as (router, _):
-        seen = []
+        streamed_tokens = []
 
         async def read() -> None:
             async for event in router.stream(PROMPT, ASK, key_id=5):
-                seen.extend(event.tokens)
+                streamed_tokens.extend(event.tokens)
 
         with pytest.raises(ReplayError, match="reproducible"):
             await read()
-        assert seen == tokens_of(PROMPT, ASK, 5, 0)[:3]
+        assert streamed_tokens == tokens_of(PROMPT, ASK, 5, 0)[:3]
 
 
 @runs
@@ -202,13 +204,13 @@ async def test_failures_of_an_unknown_kind_leave_no_request_waiting() -> None:
         def fail(*_: Any) -> Any:
             raise LookupError("no node has room")
 
-        asked = asyncio.create_task(router.answer(PROMPT, ASK))
+        task = asyncio.create_task(router.answer(PROMPT, ASK))
         await until(lambda: worker.running)
         for target, name in ((launcher, "start"), (worker, "_alive")):
             setattr(target, name, fail)
         worker.post(next(iter(_reports(worker))))  # the poll under way returns
         with pytest.raises(WorkerLostError, match="no decode worker is left"):
-            await asked
+            await task
 
 
 @runs
@@ -216,11 +218,11 @@ async def test_a_worker_that_stops_answering_is_killed_and_replaced() -> None:
     async with routing(DECODE) as (router, launcher):
         [worker] = launcher.workers.values()
         worker.pace_s = 3600
-        asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
+        task = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
         await until(lambda: worker.running)
         worker.hangs = True
         worker.post(next(iter(_reports(worker))))  # the poll under way returns
-        answer = await asked
+        answer = await task
         assert answer.completion.tokens == tokens_of(PROMPT, ASK, 1, 0)
         assert answer.num_attempts == 2
         assert launcher.killed == [worker.name]
@@ -249,13 +251,13 @@ def test_requests_that_a_worker_cancelled_during_a_stall_are_repeated(
                     answer = await router.answer(PROMPT, ASK, key_id=1)
                     tokens.extend(answer.completion.tokens)
 
-            asked = asyncio.create_task(read())
+            task = asyncio.create_task(read())
             await until(lambda: worker.running)
             await asyncio.sleep(0.025)
             [first] = worker.running
             worker.forget_routers()
             # Refused until the next poll, and repeated.
-            await asyncio.gather(asked, router.answer([5, *PROMPT], ASK))
+            await asyncio.gather(task, router.answer([5, *PROMPT], ASK))
             assert tokens == tokens_of(PROMPT, ASK, 1, 0)
             assert first in worker.cancelled
             assert not launcher.killed
@@ -288,10 +290,10 @@ async def test_lost_pages_cost_no_attempt() -> None:
         answer = await router.answer(PROMPT, ASK, key_id=2)
         assert (answer.num_attempts, answer.transfer.num_bytes) == (1, 0)
         reader.pace_s = 3600
-        asked = asyncio.create_task(router.answer([5, *PROMPT], ASK, key_id=2))
+        task = asyncio.create_task(router.answer([5, *PROMPT], ASK, key_id=2))
         await until(lambda: any(x.attempts for x in router.workers.values()))
         reader.kill()
-        answer = await asked
+        answer = await task
         assert answer.completion.tokens == tokens_of([5, *PROMPT], ASK, 2, 0)
 
 
@@ -316,11 +318,11 @@ async def test_cancelling_ends_the_work() -> None:
     async with routing(DECODE) as (router, launcher):
         [worker] = launcher.workers.values()
         worker.pace_s = 3600
-        asked = asyncio.create_task(router.answer(PROMPT, ASK))
+        task = asyncio.create_task(router.answer(PROMPT, ASK))
         await until(lambda: worker.running)
-        asked.cancel()
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await task
         await until(lambda: not worker.running)
         worker.pace_s = 0.01
         stream = router.stream(PROMPT, Sampling(max_tokens=60))
@@ -342,14 +344,14 @@ async def test_answers_of_an_abandoned_attempt_are_dropped() -> None:
     async with routing(DECODE, DECODE) as (router, launcher):
         first, _ = launcher.workers.values()
         first.pace_s = 3600
-        asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
+        task = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
         await until(lambda: first.running)
         [late] = first.running
         router._pool.mark_lost(router.workers[first.name], "a test")
         # The lost worker continues, and its reports still arrive.
         wrong = Report(late, event=Event(7, [1], "wrong", None))
         router._deliver(wrong)
-        answer = await asked
+        answer = await task
         assert answer.completion.tokens == tokens_of(PROMPT, ASK, 1, 0)
         assert answer.num_attempts == 2
 
@@ -376,12 +378,12 @@ async def test_a_stalled_request_costs_no_worker_and_no_further_attempt() -> Non
     async with routing(DECODE) as (router, launcher):
         [worker] = launcher.workers.values()
         worker.pace_s = 3600
-        asked = asyncio.create_task(router.answer(PROMPT, ASK))
+        task = asyncio.create_task(router.answer(PROMPT, ASK))
         await until(lambda: worker.running)
         [attempt] = worker.running
         worker.post(Report(attempt, refusal=StallError("no progress")))
         with pytest.raises(StallError, match="no progress"):
-            await asked
+            await task
         assert attempt.number == 1
         worker.pace_s = 0.0
         answer = await router.answer(PROMPT, ASK, key_id=1)
@@ -399,11 +401,13 @@ async def test_two_routers_share_workers_and_their_requests_do_not_mix() -> None
         assert [*one.workers] == [*two.workers]
         # The same names and keys in both; prompts differ.
         prompts = [[x, *PROMPT] for x in range(8)]
-        asked = [
+        coroutines = [
             (one if i % 2 else two).answer(x, ASK, key_id=1)
             for i, x in enumerate(prompts)
         ]
-        for prompt, answer in zip(prompts, await asyncio.gather(*asked), strict=True):
+        for prompt, answer in zip(
+            prompts, await asyncio.gather(*coroutines), strict=True
+        ):
             assert answer.completion.tokens == tokens_of(prompt, ASK, 1, 0)
         # Workers are shared by both routers; a lost one is replaced once.
         name = one.add_worker(DECODE)
@@ -419,10 +423,10 @@ async def test_workers_join_leave_and_restart_while_requests_run() -> None:
     async with routing(DECODE) as (router, launcher):
         [old] = launcher.workers.values()
         old.pace_s = 0.01
-        asked = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
+        task = asyncio.create_task(router.answer(PROMPT, ASK, key_id=1))
         await until(lambda: old.running)
         new = await router.restart_worker(old.name)
-        assert (await asked).num_attempts == 1  # the last request was waited for
+        assert (await task).num_attempts == 1  # the last request was waited for
         assert [*router.workers] == [new]
         assert launcher.killed == [old.name]
         added = router.add_worker(PREFILL)
@@ -468,13 +472,13 @@ async def test_bounds_and_ends() -> None:
     ):
         [worker] = launcher.workers.values()
         worker.pace_s = 3600
-        asked = asyncio.create_task(router.answer(PROMPT, ASK))
+        task = asyncio.create_task(router.answer(PROMPT, ASK))
         await until(lambda: worker.running)
         with pytest.raises(OverloadedError, match="at most max_requests=1"):
             await router.answer(PROMPT, ASK)
         await router.close()
         with pytest.raises(RequestCancelledError):
-            await asked
+            await task
         with pytest.raises(RuntimeError, match="closed"):
             await router.answer(PROMPT, ASK)
         assert worker.released == [router.name]
@@ -517,10 +521,10 @@ def test_requests_go_to_the_worker_with_the_least_load() -> None:
 
 
 def test_the_choice_of_a_worker_is_an_argument() -> None:
-    seen: list[list[Candidate]] = []
+    candidates: list[list[Candidate]] = []
 
     def last(workers: Any, num_tokens: int) -> int:
-        seen.append(list(workers))
+        candidates.append(list(workers))
         return len(workers) - 1
 
     @runs
@@ -530,8 +534,8 @@ def test_the_choice_of_a_worker_is_an_argument() -> None:
                 await router.answer(PROMPT, ASK)
             first, second = launcher.workers.values()
             assert not first.reports
-            assert seen[0][1] == Candidate(second.name, "decode", 0, 0, 0)
-            assert seen[1][1].cached_tokens == 16
+            assert candidates[0][1] == Candidate(second.name, "decode", 0, 0, 0)
+            assert candidates[1][1].cached_tokens == 16
         async with routing(DECODE, choose=lambda workers, num: np.int64(3)) as (bad, _):
             with pytest.raises(ValueError, match=r"choose=3 must be in \[0, 0\]"):
                 await bad.answer(PROMPT, ASK)

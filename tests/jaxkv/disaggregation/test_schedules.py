@@ -98,11 +98,11 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with ray_nodes.started(2) as nodes:
-        found = Cluster(nodes)
+        instance = Cluster(nodes)
         try:
-            yield found
+            yield instance
         finally:
-            found.close()
+            instance.close()
 
 
 @pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
@@ -120,8 +120,8 @@ def test_faults_only_cost_time(cluster: Cluster, seed: int) -> None:
         time.sleep(rng.uniform(0.0, 1.0))
         cluster.cause(str(fault), rng)
     num_right = 0
-    for service, each in zip(("first", "second"), futures, strict=True):
-        for i, future in enumerate(each):
+    for service, service_futures in zip(("first", "second"), futures, strict=True):
+        for i, future in enumerate(service_futures):
             left = begun + DEADLINE_S + 10 - time.monotonic()
             error = future.exception(timeout=left)
             if error is None:

@@ -45,8 +45,10 @@ CONFIG = RouterConfig(heartbeat_s=5.0, deadline_s=120.0)
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    with Service(TOKENIZED, prefill=1, decode=2, engine=ENGINE, config=CONFIG) as found:
-        yield found
+    with Service(
+        TOKENIZED, prefill=1, decode=2, engine=ENGINE, config=CONFIG
+    ) as instance:
+        yield instance
 
 
 def test_a_service_answers_as_one_engine(service: Service) -> None:
@@ -90,8 +92,10 @@ def test_memory_and_descriptors_do_not_grow(service: Service) -> None:
     prompts = draw_prompts(6, 100)
 
     def measure() -> tuple[list[int], list[float]]:
-        found = [psutil.Process(pid) for pid in pids]
-        return [x.num_fds() for x in found], [x.memory_info().rss for x in found]
+        processes = [psutil.Process(pid) for pid in pids]
+        return [x.num_fds() for x in processes], [
+            x.memory_info().rss for x in processes
+        ]
 
     service.generate(prompts, ASK)
     fds, rss = measure()
@@ -169,14 +173,17 @@ class Port(NamedTuple):
 
 def ports_of(pid: int) -> list[Port]:
     """Ports that a router and its children listen on; UDP ones as well."""
-    found = []
+    ports = []
     for process in processes_of(pid):
         with contextlib.suppress(psutil.Error):
             name = "the router" if process.pid == pid else process.name()
-            for each in process.net_connections("inet"):
-                if each.status == psutil.CONN_LISTEN or each.type == socket.SOCK_DGRAM:
-                    found.append(Port(name, process.pid, *each.laddr))
-    return found
+            for connection in process.net_connections("inet"):
+                if (
+                    connection.status == psutil.CONN_LISTEN
+                    or connection.type == socket.SOCK_DGRAM
+                ):
+                    ports.append(Port(name, process.pid, *connection.laddr))
+    return ports
 
 
 def test_the_page_lists_the_ports_that_are_open(service: Service) -> None:

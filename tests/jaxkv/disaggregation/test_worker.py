@@ -109,8 +109,8 @@ def test_two_workers_answer_as_one_engine() -> None:
         launcher = LocalLauncher()
         router = Router(launcher)
         await router.start([PREFILL, DECODE])
-        asked = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
-        answers = await asyncio.gather(*asked)
+        coroutines = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
+        answers = await asyncio.gather(*coroutines)
         assert [x.completion.tokens for x in answers] == wanted()
         # Two tokens are less than a page: the decode worker reads them itself.
         sent = [x.transfer.num_bytes > 0 for x in answers]
@@ -122,9 +122,16 @@ def test_two_workers_answer_as_one_engine() -> None:
         answer = await router.answer(PROMPTS[0], several)
         engine = jaxkv.Engine.load(TOKENIZED, **ENGINE)
         [alone] = engine.generate([PROMPTS[0]], several)
-        for mine, theirs in zip(answer.completion.answers, alone.answers, strict=True):
-            assert (mine.tokens, mine.text) == (theirs.tokens, theirs.text)
-            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        for routed_answer, engine_answer in zip(
+            answer.completion.answers, alone.answers, strict=True
+        ):
+            assert (routed_answer.tokens, routed_answer.text) == (
+                engine_answer.tokens,
+                engine_answer.text,
+            )
+            assert routed_answer.logprobs == pytest.approx(
+                engine_answer.logprobs, abs=1e-4
+            )
         with pytest.raises(ValueError, match="max_length"):
             await router.answer([5] * 70, ASK)
         assert [x.load for x in router.workers.values()] == [0, 0]
@@ -147,8 +154,8 @@ def test_an_engine_that_fails_ends_its_worker() -> None:
             raise RuntimeError("the device is gone")
 
         core._programs = core._programs._replace(run_steps=fail)
-        asked = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
-        answers = await asyncio.gather(*asked)
+        coroutines = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
+        answers = await asyncio.gather(*coroutines)
         assert [x.completion.tokens for x in answers] == wanted()
         assert max(x.num_attempts for x in answers) > 1
         assert broken not in launcher.workers.values()
@@ -196,13 +203,13 @@ def test_a_stalled_request_ends_and_its_worker_continues() -> None:
         names = [*launcher.workers]
         for engine in engines:
             moods.with_mood(engine, moods.REFUSES)
-        asked = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
-        failures = await asyncio.gather(*asked, return_exceptions=True)
+        coroutines = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
+        failures = await asyncio.gather(*coroutines, return_exceptions=True)
         assert {type(x) for x in failures} == {jaxkv.StallError}
         for engine in engines:
             moods.with_mood(engine, moods.PLAIN)
-        asked = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
-        answers = await asyncio.gather(*asked)
+        coroutines = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
+        answers = await asyncio.gather(*coroutines)
         assert [x.completion.tokens for x in answers] == wanted()
         assert [*launcher.workers] == names
         await router.close()
@@ -217,8 +224,8 @@ def test_a_worker_may_own_a_mesh() -> None:
         router = Router(launcher)
         divided = dataclasses.replace(DECODE, mesh={"tensor": 2})
         await router.start([PREFILL, divided])
-        asked = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
-        answers = await asyncio.gather(*asked)
+        coroutines = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
+        answers = await asyncio.gather(*coroutines)
         assert [x.completion.tokens for x in answers] == wanted()
         assert any(x.transfer.num_bytes for x in answers)
         await router.close()
@@ -283,11 +290,11 @@ OWN = {"weights": "abc", "page_size": "4"}
 
 def test_pages_arrive_as_they_were_sent() -> None:
     message = page_messages.pack(PAGES, [1, 2, 3], 7, OWN)
-    found = page_messages.unpack(message, LIKE, OWN)
-    assert (found.tokens, found.salt) == ([1, 2, 3], 7)
+    prefix_pages = page_messages.unpack(message, LIKE, OWN)
+    assert (prefix_pages.tokens, prefix_pages.salt) == ([1, 2, 3], 7)
     for name, leaf in PAGES.items():
-        assert found.pages[name].dtype == leaf.dtype
-        np.testing.assert_array_equal(found.pages[name], leaf)
+        assert prefix_pages.pages[name].dtype == leaf.dtype
+        np.testing.assert_array_equal(prefix_pages.pages[name], leaf)
 
 
 @pytest.mark.parametrize(
@@ -311,10 +318,10 @@ def test_pages_arrive_as_they_were_sent() -> None:
     ],
 )
 def test_messages_that_do_not_fit_are_refused(change: Any, message: str) -> None:
-    whole = page_messages.pack(PAGES, [1, 2, 3], 7, OWN)
-    header = json.dumps(json.loads(whole.header) | change)
+    valid_message = page_messages.pack(PAGES, [1, 2, 3], 7, OWN)
+    header = json.dumps(json.loads(valid_message.header) | change)
     with pytest.raises(ValueError, match=message):
-        page_messages.unpack(whole._replace(header=header), LIKE, OWN)
+        page_messages.unpack(valid_message._replace(header=header), LIKE, OWN)
 
 
 def test_damaged_messages_are_refused() -> None:
@@ -342,11 +349,11 @@ def test_digests_are_remembered_until_a_file_changes(
     files = [folder / "one.safetensors", folder / "two.safetensors"]
     for path in files:
         path.write_bytes(b"0123")
-    whole = hashlib.file_digest
+    file_digest = hashlib.file_digest
 
     def count(file: Any, kind: str) -> Any:
         hashed.append(Path(file.name).name)
-        return whole(file, kind)
+        return file_digest(file, kind)
 
     monkeypatch.setattr(hashlib, "file_digest", count)
     digests.digest_files(files)

@@ -69,7 +69,7 @@ def test_the_workloads_share_what_they_should() -> None:
         asks = groups(seed)
         run = serve(asks, SETTINGS["large budget"], seed)
         num_answers += len(run.outcomes) - len(asks)
-        num_cached += sum(each.num_cached for each in run.outcomes.values())
+        num_cached += sum(outcome.num_cached for outcome in run.outcomes.values())
         engines.assert_equal_plain(run, asks, config_of(SETTINGS["large budget"]))
     assert num_answers > 10
     assert num_cached > 100
@@ -136,7 +136,7 @@ def count_excused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num", "names", "least"),
+    ("num", "names", "min_tokens"),
     [
         (8, ("8 slots",), 500),
         pytest.param(40, tuple(SETTINGS), 20_000, marks=pytest.mark.slow),
@@ -144,10 +144,10 @@ def count_excused(
     ids=["8", "40"],
 )
 def test_fast_differs_at_most_once_in_ten_thousand_tokens(
-    num: int, names: tuple[str, ...], least: int
+    num: int, names: tuple[str, ...], min_tokens: int
 ) -> None:
     excused, num_tokens = count_excused(range(num), names, "fast")
-    assert num_tokens > least
+    assert num_tokens > min_tokens
     assert excused <= max(1, num_tokens / 10_000)
 
 

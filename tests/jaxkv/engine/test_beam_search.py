@@ -25,7 +25,7 @@ def test_answers_equal_transformers_in_a_batch_with_sampling(name: str) -> None:
     run = serve(name, ROOMY)
     check(name, run)
     assert run.info.num_copied.sum() > 50
-    assert sum(each.num_cached for each in run.outcomes.values()) > 10
+    assert sum(outcome.num_cached for outcome in run.outcomes.values()) > 10
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_cancelled_search_frees_all_pages() -> None:
     engines.assert_empty(state)
     outcomes = engines.outcomes_of(sequences)
     assert len(outcomes) == search.sampling.num_sequences
-    assert all(each.tokens == [] for each in outcomes.values())
+    assert all(outcome.tokens == [] for outcome in outcomes.values())
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_a_search_ends_where_logits_are_not_finite() -> None:
     weights = loaded.params | {head: {"weight": table}}
     searches = [ask for ask in asks("llama") if ask.sampling.beam_width][:3]
     run = engines.serve(searches, ROOMY, model=loaded.config, weights=weights)
-    assert {each.reason for each in run.outcomes.values()} == {"nan"}
+    assert {outcome.reason for outcome in run.outcomes.values()} == {"nan"}
     assert not any(run.tokens.values())
 
 

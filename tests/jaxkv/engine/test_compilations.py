@@ -101,15 +101,17 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
                 samplings[index] = every_mode(rng, samplings[index])
                 prompts[index] = [*range(workload % 3 * 6), *prompts[index][:12]]
             done = engine.generate(prompts, samplings)
-            assert [len(each.answers) for each in done] == [ask.n for ask in samplings]
-            num_cached += sum(each.num_cached for each in done)
-            num_swapped += sum(each.num_swapped for each in done)
+            assert [len(completion.answers) for completion in done] == [
+                ask.n for ask in samplings
+            ]
+            num_cached += sum(completion.num_cached for completion in done)
+            num_swapped += sum(completion.num_swapped for completion in done)
             modes |= {(ask.n, ask.num_sequences) for ask in samplings}
             if workload == 0:
                 assert sorted({*names} - {MOVE}) == sorted(PROGRAMS)
         # Each of three requests needs all pages: two are swapped out, one to the host.
         done = engine.generate([[1, 2, 3, 4]] * 3, jaxkv.Sampling(max_tokens=50))
-        num_swapped += sum(each.num_swapped for each in done)
+        num_swapped += sum(completion.num_swapped for completion in done)
         assert not lengths
         assert len(modes) == 6  # all that three slots allow
         assert num_cached > 0

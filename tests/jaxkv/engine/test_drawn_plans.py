@@ -104,18 +104,18 @@ def serve(
 
 @functools.cache
 def expected(name: str) -> tuple[dict[Any, list[int]], dict[Any, np.ndarray]]:
-    policy = drawn(name, 0)
+    policy = plan_of(name, 0)
     return serve(name, policy._replace(replaces=jnp.zeros_like(policy.replaces)))
 
 
-def drawn(name: str, seed: int) -> DrawnPlan:
+def plan_of(name: str, seed: int) -> DrawnPlan:
     config, _ = CONFIGS[name]
     inner = scheduling.fcfs(preemption="swap" if config.max_swap_pages else "recompute")
     return draw_plan(seed, config.max_slots, inner)
 
 
 def check_engine(name: str, seed: int) -> None:
-    tokens, logprobs = serve(name, drawn(name, seed))
+    tokens, logprobs = serve(name, plan_of(name, seed))
     wanted, scores = expected(name)
     assert tokens == wanted, seed
     for key, values in scores.items():

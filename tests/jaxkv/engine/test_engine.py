@@ -46,30 +46,30 @@ def test_tokens_equal_those_of_a_plain_loop(chunk_size, watermark) -> None:
 @pytest.mark.parametrize(("chunk_size", "watermark"), POLICIES)
 def test_scores_equal_those_of_a_full_forward_pass(chunk_size, watermark) -> None:
     run = served(chunk_size, watermark)
-    assert any(each.num_recomputed for each in run.outcomes.values())
+    assert any(outcome.num_recomputed for outcome in run.outcomes.values())
     for ask in singles():
         got = run.outcomes[ask.request_id]
         law = engines.logprobs_of(ask, got.tokens)
         place = np.arange(len(law) - 1)
         scores = law[place, [*ask.prompt, *got.tokens][1:]]
         num = len(ask.prompt)
-        asked = ask.sampling
-        answer = scores[num - 1 :] if asked.logprobs is not None else 0
+        sampling = ask.sampling
+        answer = scores[num - 1 :] if sampling.logprobs is not None else 0
         np.testing.assert_allclose(got.logprobs, answer, rtol=0, atol=1e-4)
-        prompt = scores[: num - 1] if asked.prompt_logprobs else 0
+        prompt = scores[: num - 1] if sampling.prompt_logprobs else 0
         np.testing.assert_allclose(got.prompt_logprobs, prompt, rtol=0, atol=1e-4)
-        if asked.logprobs is None:
+        if sampling.logprobs is None:
             assert not got.prompt_top_logprobs.any()
             continue
         rows = [(law[num - 1 : -1], got.top_ids, got.top_logprobs)]
-        if asked.prompt_logprobs:
+        if sampling.prompt_logprobs:
             tops = got.prompt_top_ids, got.prompt_top_logprobs
             rows.append((law[: num - 1], *tops))
         for expected, ids, values in rows:
             best = np.sort(expected, axis=1)[:, ::-1][:, : TIGHT.max_logprobs]
             np.testing.assert_allclose(values, best, rtol=0, atol=1e-4)
-            theirs = np.take_along_axis(expected, ids, axis=1)
-            np.testing.assert_allclose(theirs, best, rtol=0, atol=1e-4)
+            expected_best = np.take_along_axis(expected, ids, axis=1)
+            np.testing.assert_allclose(expected_best, best, rtol=0, atol=1e-4)
 
 
 def present(info, step: int) -> set[int]:
@@ -105,7 +105,7 @@ def test_rows_keep_to_the_budget_and_decoding_comes_first(
     prompts = {ask.request_id: len(ask.prompt) for ask in singles()}
     assert (info.num_rows.sum(axis=1) <= TIGHT.token_budget).all()
     assert (info.num_rows.sum(axis=1) > 0).sum() >= len(info.enough) - 4
-    known = dict(prompts)
+    token_counts = dict(prompts)
     length = dict.fromkeys(prompts, 0)
     before: set[int] = set()
     for step in range(len(info.enough)):
@@ -117,18 +117,22 @@ def test_rows_keep_to_the_budget_and_decoding_comes_first(
             if name < 0:
                 assert rows == 0
                 continue
-            need = known[name] - length[name]
+            need = token_counts[name] - length[name]
             assert rows <= min(need, chunk_size or need)
             if need == 1:
                 assert rows == 1
             length[name] += rows
             emitted = int(info.num_emitted[step, slot])
-            assert emitted == (length[name] == known[name])
-            known[name] += emitted
+            assert emitted == (length[name] == token_counts[name])
+            token_counts[name] += emitted
         places = sum(length[name] for name in now)
-        kept = [x for x in now if x not in info.request_id[step][info.reason[step] > 0]]
-        assert info.used_places[step] == sum(length[name] for name in kept) <= places
-        before = set(kept)
+        live_names = [
+            x for x in now if x not in info.request_id[step][info.reason[step] > 0]
+        ]
+        assert (
+            info.used_places[step] == sum(length[name] for name in live_names) <= places
+        )
+        before = set(live_names)
 
 
 def test_the_smallest_pool_starves_no_request() -> None:
@@ -139,7 +143,7 @@ def test_the_smallest_pool_starves_no_request() -> None:
     ]
     run = engines.serve(asks, TIGHT)
     engines.assert_equal_plain(run, asks, TIGHT)
-    assert {each.reason for each in run.outcomes.values()} == {"length"}
+    assert {outcome.reason for outcome in run.outcomes.values()} == {"length"}
     assert run.info.num_preempted.sum() > 5
     # The first request feeds in every step, so this is the time of all in sequence.
     alone = [-(-len(ask.prompt) // 12) + 64 - len(ask.prompt) for ask in asks]
@@ -167,12 +171,14 @@ def test_no_request_is_admitted_before_arrival() -> None:
         greedy(3, [4], 2, arrival_s=3000.25),
     ]
     state = engines.submitted(asks, TIGHT)
-    seen = []
+    names_by_call = []
     stamps = (0.0, 1.499999, 1.5, 1.500001, 2999.75, 3001.0)
     for seconds in stamps:
         state, info = run_on(state, seconds)
-        seen.append({name for step in range(4) for name in present(info, step)})
-    assert seen == [set(), set(), {1}, {2}, set(), {3}]
+        names_by_call.append(
+            {name for step in range(4) for name in present(info, step)}
+        )
+    assert names_by_call == [set(), set(), {1}, {2}, set(), {3}]
     outcomes = engines.outcomes_of(engines.drain(state)[1])
     for name, seconds in ((1, 1.5), (2, 1.500001), (3, 3001.0)):
         assert outcomes[name].first_token_s == pytest.approx(seconds, abs=1e-9)
@@ -250,14 +256,14 @@ def statuses(state: EngineState) -> dict[int, tuple[str, int]]:
     progress = np.asarray(books.progress)
     running = np.asarray(state.slots.sequence)
     finish_s = np.asarray(books.events)[:, SequenceEvents._fields.index("finish_s")]
-    found = {}
+    by_request = {}
     for row in np.flatnonzero(
         progress[:, SequenceProgress._fields.index("num_tokens")]
     ):
         status = RUNNING if row in running else WAITING
         status = FINISHED if finish_s[row] else status
-        found[int(s.request_id[row])] = status, int(s.reason[row])
-    return found
+        by_request[int(s.request_id[row])] = status, int(s.reason[row])
+    return by_request
 
 
 def test_cancel_wherever_the_request_is() -> None:
@@ -398,7 +404,9 @@ def test_not_a_number_ends_only_its_request() -> None:
     ]
     run = engines.serve(asks, TIGHT, weights=weights)
     expected = engines.plain(asks, TIGHT, weights=weights)
-    got = {name: (each.tokens, each.reason) for name, each in run.outcomes.items()}
+    got = {
+        name: (outcome.tokens, outcome.reason) for name, outcome in run.outcomes.items()
+    }
     assert got == expected
     assert got[2] == ([], "nan")
     assert got[4] == ([], "nan")
@@ -415,7 +423,7 @@ def test_an_infinity_in_the_head_ends_all_requests(value: float) -> None:
     # Only the logits of one token are infinite.
     weights["head"] = {"weight": weights["head"]["weight"].at[60, 3].set(value)}
     run = engines.serve(singles(), TIGHT, weights=weights)
-    assert {each.reason for each in run.outcomes.values()} == {"nan"}
+    assert {outcome.reason for outcome in run.outcomes.values()} == {"nan"}
     assert not any(run.tokens.values())
 
 
@@ -450,7 +458,7 @@ def test_a_plan_with_too_many_pages_feeds_no_rows() -> None:
     # A correct policy can continue from this state.
     state, _ = run_on(state, calls=8)
     outcomes = engines.outcomes_of(engines.drain(state)[1])
-    got = {name: (each.tokens, each.reason) for name, each in outcomes.items()}
+    got = {name: (outcome.tokens, outcome.reason) for name, outcome in outcomes.items()}
     assert got == engines.plain(asks, TIGHT)
 
 

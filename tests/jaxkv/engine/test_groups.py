@@ -84,10 +84,10 @@ def test_a_preempted_group_feeds_its_common_tokens_once() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("gone", [(0,), (1,), (0, 1), (1, 2), (0, 2)])
+@pytest.mark.parametrize("samples", [(0,), (1,), (0, 1), (1, 2), (0, 2)])
 @pytest.mark.parametrize("calls", [1, 2])
 def test_cancelling_during_a_shared_prefill_promotes_a_waiter(
-    gone: tuple[int, ...], calls: int
+    samples: tuple[int, ...], calls: int
 ) -> None:
     # Four or eight of the prompt's 22 tokens are fed, by the first for all three.
     ask = Ask(7, list(range(22)), Sampling(n=3, max_tokens=9, ignore_eos=True))
@@ -95,8 +95,8 @@ def test_cancelling_during_a_shared_prefill_promotes_a_waiter(
     state, _ = engines.submit(engines.start(TIGHT), requests, config=TIGHT)
     slow = scheduling.fcfs(chunk_size=1)
     state, _ = run_on(state, calls=calls, policy=slow)
-    names = np.full(len(gone), 7, np.int32)
-    state = engines.cancel(state, names, np.array(gone, np.int32))
+    names = np.full(len(samples), 7, np.int32)
+    state = engines.cancel(state, names, np.array(samples, np.int32))
     num_rows = 4 * calls
     for _ in range(12):
         state, info = run_on(state, policy=slow)
@@ -107,11 +107,11 @@ def test_cancelling_during_a_shared_prefill_promotes_a_waiter(
     expected = engines.plain([ask], TIGHT)
     for sample in range(3):
         name = engines.name_of(7, sample)
-        cancelled = sample in gone
+        cancelled = sample in samples
         assert outcomes[name].reason == ("cancelled" if cancelled else "length")
         assert outcomes[name].tokens == ([] if cancelled else expected[name][0])
     # No token is fed twice.
-    assert num_rows == 22 + 8 * (3 - len(gone))
+    assert num_rows == 22 + 8 * (3 - len(samples))
 
 
 def test_more_answers_than_slots_or_pages_are_refused() -> None:

@@ -72,7 +72,9 @@ def serve(asks: Sequence[Ask], config: EngineConfig, **how: Any) -> Run:
 
 
 def tokens_of(run: Run) -> dict[Any, Any]:
-    return {name: (each.tokens, each.reason) for name, each in run.outcomes.items()}
+    return {
+        name: (outcome.tokens, outcome.reason) for name, outcome in run.outcomes.items()
+    }
 
 
 def sized(page_size: int, **fields: Any) -> EngineConfig:
@@ -104,7 +106,7 @@ def check_greedy(config: EngineConfig, preemption: Any) -> None:
     run = serve(asks, config, policy=fcfs(preemption=preemption))
     assert tokens_of(run) == engines.plain(asks, config, model=LATENT, weights=weights)
     assert run.info.num_preempted.sum() > 3
-    assert sum(each.num_cached for each in run.outcomes.values()) > 0
+    assert sum(outcome.num_cached for outcome in run.outcomes.values()) > 0
     assert (run.info.num_swapped_out.sum() > 0) == (preemption == "swap")
 
 
@@ -133,8 +135,8 @@ def test_8_bits_are_kept_by_every_operation(kind: Any) -> None:
     """Answers with copies, swapping and cache hits equal those of single requests."""
     config = sized(4, kv_dtype=kind, max_swap_pages=8, prefix_cache=True)
     how: Any = {"policy": fcfs(preemption="swap")}
-    drawn = enumerate((*groups(1, 16), *alike(1, 12)))
-    asks = [ask._replace(request_id=index) for index, ask in drawn]
+    indexed_asks = enumerate((*groups(1, 16), *alike(1, 12)))
+    asks = [ask._replace(request_id=index) for index, ask in indexed_asks]
     alone: dict[Any, Any] = {}
     for ask in asks:
         alone |= tokens_of(serve([ask], config, **how))
@@ -144,7 +146,7 @@ def test_8_bits_are_kept_by_every_operation(kind: Any) -> None:
     assert run.info.num_swapped_out.sum() > 0
     assert run.info.num_copied.sum() > 0
     assert run.info.asks_host.any()
-    assert sum(each.num_cached for each in run.outcomes.values()) > 0
+    assert sum(outcome.num_cached for outcome in run.outcomes.values()) > 0
 
 
 @pytest.mark.thorough
@@ -178,8 +180,8 @@ def test_drafts_change_no_token(name: str) -> None:
         heads = EagleConfig(target=LATENT, taps=(0, 1, 2))
         drafter = Eagle(heads, (3, 3, 2), 3)
         target = PagedForward(LATENT, taps=heads.taps)
-        own = heads.init_params(jax.random.key(0))
-        params = TargetAndDraftParams(weights, own)
+        head_params = heads.init_params(jax.random.key(0))
+        params = TargetAndDraftParams(weights, head_params)
         pages = make_model_pages(LATENT, config, taps=heads.taps)
         draft_pages = make_model_pages(heads.layer, config)
         how = {"forward": TargetWithEagle(target, heads)}
@@ -188,7 +190,7 @@ def test_drafts_change_no_token(name: str) -> None:
         tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
         features = jnp.ones((2, 6, 3 * LATENT.hidden_size))
         steps: Any = {"config": heads, "num_steps": 3}
-        logits = unroll_drafts(own, weights, tokens, features, **steps)
+        logits = unroll_drafts(head_params, weights, tokens, features, **steps)
         assert logits.shape == (3, 2, 6, 61)
         assert np.isfinite(logits).all()
     run = engines.serve(
@@ -247,13 +249,13 @@ def test_pages_have_a_row_for_each_token() -> None:
         assert pages.layout == KVLayout(kind, 16)
         places = LATENT.num_layers * config.num_pages * config.page_size
         scale = 0 if kind == "model" else 4
-        found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
-        assert found == places * (16 * size + scale + 6 * 4)
+        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
+        assert num_bytes == places * (16 * size + scale + 6 * 4)
 
 
 def test_identity_has_the_width_of_values() -> None:
     """Models of equal widths of rows may divide them in different ways."""
-    found = []
+    identities = []
     for rank in (16, 14):
         assert LATENT.latent is not None
         sizes = dataclasses.replace(LATENT.latent, kv_rank=rank, rope_dim=22 - rank)
@@ -261,8 +263,8 @@ def test_identity_has_the_width_of_values() -> None:
             LATENT, latent=sizes, head_dim=sizes.nope_dim + sizes.rope_dim
         )
         pages = shapes_of(model, sized(4))
-        found.append(identity.page_identity(sized(4), pages))
-    assert identity.describe_difference(*found) == "value_width='16' must be '14'"
+        identities.append(identity.page_identity(sized(4), pages))
+    assert identity.describe_difference(*identities) == "value_width='16' must be '14'"
 
 
 @pytest.mark.slow
@@ -277,15 +279,15 @@ def test_prefixes_and_snapshots_are_moved(kind: Any, tmp_path: Path) -> None:
 
     prompt = list(range(3, 30))
     ask = Sampling.greedy(max_tokens=8)
-    here = engine()
-    there = engine()
-    [wanted] = here.generate([prompt], ask)
-    sent, num = here.take_prefix(prompt)
-    assert there.bring_prefix(prompt, sent) == num == 6
-    [found] = there.generate([prompt], ask)
-    assert found.num_cached == num * config.page_size
-    assert found.tokens == wanted.tokens
-    state = here.core.state
+    sender = engine()
+    receiver = engine()
+    [wanted] = sender.generate([prompt], ask)
+    sent, num = sender.take_prefix(prompt)
+    assert receiver.bring_prefix(prompt, sent) == num == 6
+    [completion] = receiver.generate([prompt], ask)
+    assert completion.num_cached == num * config.page_size
+    assert completion.tokens == wanted.tokens
+    state = sender.core.state
     folder = jaxkv.save_state(tmp_path / "state", state, config)
     empty = init(config, make_model_pages(YARN, config)).pages
     assert_same(jaxkv.load_state(folder, config, empty), state)

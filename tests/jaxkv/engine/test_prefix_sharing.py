@@ -23,7 +23,7 @@ SYSTEM = list(range(20, 33))
 def test_answers_equal_those_of_a_plain_loop(chunk_size: int | None) -> None:
     run = engines.serve(alike(), CACHED, scheduling.fcfs(chunk_size=chunk_size))
     engines.assert_equal_plain(run, alike(), CACHED)
-    assert sum(each.num_cached for each in run.outcomes.values()) > 40
+    assert sum(outcome.num_cached for outcome in run.outcomes.values()) > 40
     assert run.info.num_preempted.sum() > 3
 
 
@@ -34,15 +34,17 @@ def ask(name: int, prompt: list[int], **fields) -> Ask:
 def one_by_one(*asks: Ask) -> list[int]:
     """Returns the cached tokens of each request, submitted one after the other."""
     state = None
-    found = []
-    for each in asks:
-        run = engines.serve([each], LARGE, state=state)
+    cached_counts = []
+    for request in asks:
+        run = engines.serve([request], LARGE, state=state)
         state = run.state
-        names = engines.names_of([each])
+        names = engines.names_of([request])
         assert sum(map(len, run.tokens.values())) == 6 * len(names)
-        found.append(sum(run.outcomes[name].num_cached for name in names))
-        assert run.info.num_rows.sum() == len(each.prompt) - found[-1] + 5 * len(names)
-    return found
+        cached_counts.append(sum(run.outcomes[name].num_cached for name in names))
+        assert run.info.num_rows.sum() == len(request.prompt) - cached_counts[
+            -1
+        ] + 5 * len(names)
+    return cached_counts
 
 
 @pytest.mark.slow
@@ -55,7 +57,7 @@ def test_the_next_turn_of_a_chat_finds_the_last_ones_answer() -> None:
 
 @pytest.mark.slow
 def test_salts_separate_tenants_and_a_request_may_opt_out() -> None:
-    found = one_by_one(
+    cached_counts = one_by_one(
         ask(0, SYSTEM, prefix_cache=False),
         ask(1, SYSTEM, salt=1),
         ask(2, SYSTEM, salt=2),
@@ -64,7 +66,7 @@ def test_salts_separate_tenants_and_a_request_may_opt_out() -> None:
         ask(5, SYSTEM, prefix_cache=False),
         ask(6, SYSTEM, prompt_logprobs=True, logprobs=0),
     )
-    assert found == [0, 0, 0, 0, 12, 0, 0]
+    assert cached_counts == [0, 0, 0, 0, 12, 0, 0]
 
 
 @pytest.mark.slow

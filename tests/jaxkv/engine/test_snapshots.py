@@ -94,11 +94,11 @@ def asks() -> tuple[Ask, ...]:
 
 def busy(config: EngineConfig) -> EngineState:
     """A busy engine with running, waiting and preempted requests."""
-    rest = go_on(engines.submitted(asks(), config), config, num_calls=3)
-    assert (np.asarray(rest.state.slots.sequence) >= 0).sum() > 1
-    assert int(rest.state.ledger.num_waiting) > 0
-    assert sum(int(info.num_preempted.sum()) for info in rest.infos) > 0
-    return rest.state
+    continuation = go_on(engines.submitted(asks(), config), config, num_calls=3)
+    assert (np.asarray(continuation.state.slots.sequence) >= 0).sum() > 1
+    assert int(continuation.state.ledger.num_waiting) > 0
+    assert sum(int(info.num_preempted.sum()) for info in continuation.infos) > 0
+    return continuation.state
 
 
 def raw(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
@@ -107,19 +107,19 @@ def raw(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
     return [(leaf.dtype.name, leaf.shape, leaf.tobytes()) for leaf in leaves]
 
 
-def named(rest: Rest) -> dict[str, list[int]]:
+def named(continuation: Rest) -> dict[str, list[int]]:
     """The answers in a form for JSON."""
-    return {str(name): tokens for name, tokens in rest.tokens.items()}
+    return {str(name): tokens for name, tokens in continuation.tokens.items()}
 
 
 def main(folder: str, numerics: Any) -> None:
     """Loads a snapshot and continues it; the other process runs this function."""
     config = dataclasses.replace(CONFIG, numerics=numerics)
-    there = Path(folder)
-    state = jaxkv.load_state(there / "busy", config, pages_of(MODEL, config))
-    rest = go_on(state, config)
-    jaxkv.save_state(there / "end", rest.state, config)
-    (there / "tokens.json").write_text(json.dumps(named(rest)))
+    root = Path(folder)
+    state = jaxkv.load_state(root / "busy", config, pages_of(MODEL, config))
+    continuation = go_on(state, config)
+    jaxkv.save_state(root / "end", continuation.state, config)
+    (root / "tokens.json").write_text(json.dumps(named(continuation)))
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_another_process_continues_bit_for_bit(numerics: Any, tmp_path: Path) ->
     before = raw(state)
     jaxkv.save_state(tmp_path / "busy", state, config)
     assert raw(state) == before
-    rest = go_on(state, config)
+    continuation = go_on(state, config)
     code = """
 import sys
 from tests.jaxkv.engine import test_snapshots as t
@@ -144,11 +144,11 @@ t.main(*sys.argv[1:])
         check=True,
         timeout=120,
     )
-    assert json.loads((tmp_path / "tokens.json").read_text()) == named(rest)
-    assert rest.tokens
+    assert json.loads((tmp_path / "tokens.json").read_text()) == named(continuation)
+    assert continuation.tokens
     end = jaxkv.load_state(tmp_path / "end", config, pages_of(MODEL, config))
     engines.assert_empty(end)
-    assert raw(end) == raw(rest.state)
+    assert raw(end) == raw(continuation.state)
 
 
 @pytest.mark.slow
@@ -165,12 +165,17 @@ def test_one_state_branches_into_several_policies(tmp_path: Path) -> None:
     rests = [go_on(state, REPRODUCIBLE, policy) for policy in rules]
     assert raw(state) == raw(start)
     plain = engines.plain(asks(), REPRODUCIBLE)
-    for rest in rests:
-        engines.assert_empty(rest.state)
-        assert rest.tokens == rests[0].tokens
-        assert all(plain[name][0] == tokens for name, tokens in rest.tokens.items())
+    for continuation in rests:
+        engines.assert_empty(continuation.state)
+        assert continuation.tokens == rests[0].tokens
+        assert all(
+            plain[name][0] == tokens for name, tokens in continuation.tokens.items()
+        )
     # The schedules differed.
-    ways = {b"".join(info.num_rows.tobytes() for info in rest.infos) for rest in rests}
+    ways = {
+        b"".join(info.num_rows.tobytes() for info in continuation.infos)
+        for continuation in rests
+    }
     assert len(ways) > 2
 
 
@@ -288,8 +293,8 @@ def test_other_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     assert "snapshot.json: no such file" in refusal(tmp_path)
     folder = copied(saved, tmp_path)
     path = folder / snapshots.SNAPSHOT_FILE
-    whole = path.read_text()
-    for text in ("", whole[: len(whole) // 2], "[]", "{}", '{"config": 3}'):
+    original = path.read_text()
+    for text in ("", original[: len(original) // 2], "[]", "{}", '{"config": 3}'):
         path.write_text(text)
         assert "snapshot.json" in refusal(folder)
 
@@ -300,15 +305,15 @@ def test_every_damaged_file_is_found(saved: Path, tmp_path: Path) -> None:
     folder = copied(saved, tmp_path)
     for name in names:
         path = folder / snapshots.ARRAYS / name
-        whole = path.read_bytes()
-        changed = bytearray(whole)
-        changed[len(whole) // 2] ^= 1
-        for damaged in (whole[:-1], b"", bytes(changed)):
+        original = path.read_bytes()
+        changed = bytearray(original)
+        changed[len(original) // 2] ^= 1
+        for damaged in (original[:-1], b"", bytes(changed)):
             path.write_bytes(damaged)
             assert f"{path}: is damaged" in refusal(folder)
         path.unlink()
         assert f"{path}: is missing" in refusal(folder)
-        path.write_bytes(whole)
+        path.write_bytes(original)
     assert raw(jaxkv.load_state(folder, CONFIG, pages_of(MODEL, CONFIG))) == raw(
         engines.start(CONFIG)
     )

@@ -45,7 +45,7 @@ def served(
 
 
 def num_recomputed(run: Run) -> int:
-    return sum(each.num_recomputed for each in run.outcomes.values())
+    return sum(outcome.num_recomputed for outcome in run.outcomes.values())
 
 
 @pytest.mark.thorough
@@ -61,7 +61,7 @@ def test_answers_equal_those_of_a_plain_loop(host: int | None) -> None:
     assert num_recomputed(run) == 0
     assert info.asks_host.any()
     for name in ("num_swapped", "num_preempted"):
-        times = sum(getattr(each, name) for each in run.outcomes.values())
+        times = sum(getattr(outcome, name) for outcome in run.outcomes.values())
         assert times == info.num_preempted.sum()
 
 
@@ -90,7 +90,7 @@ def test_answers_do_not_depend_on_the_victim(victim: str) -> None:
         engines.assert_equal_plain(run, ASKS, TIGHT)
         assert run.info.num_preempted.sum() > 5
         ways.add(run.info.num_rows.tobytes())
-    latest = (served(preemption=each) for each in ("recompute", "swap"))
+    latest = (served(preemption=kind) for kind in ("recompute", "swap"))
     ways |= {run.info.num_rows.tobytes() for run in latest}
     assert len(ways) == (2 if victim == "latest" else 4)
 
@@ -127,22 +127,22 @@ def crowd(num: int = 5, **fields: Any) -> list[Ask]:
 def test_new_requests_wait_until_preempted_ones_complete(hold_new: bool) -> None:
     # The last one is small: there is nearly always room for it.
     asks = [*crowd(7), greedy(9, [1], 2, ignore_eos=True)]
-    asks = [each._replace(request_id=i) for i, each in enumerate(asks)]
+    asks = [ask._replace(request_id=i) for i, ask in enumerate(asks)]
     state = start = engines.submitted(asks, SWAP)
     policy = fcfs(preemption="swap", hold_new=hold_new)
     owed = set()
     overtaken = 0
-    seen = set()
+    earlier = set()
     for state, info in steps(start, SWAP, policy, 120):
         running = set(np.asarray(info.request_id).reshape(-1).tolist()) - {-1}
         s = state.sequences
-        overtaken += bool(owed and running - seen)
-        seen |= running
+        overtaken += bool(owed and running - earlier)
+        earlier |= running
         column = SequenceProgress._fields.index("num_preempted")
         alive = engines.unfinished(state)
         alive &= np.asarray(state.ledger.progress)[:, column] > 0
         owed = set(np.asarray(s.request_id)[alive].tolist())
-    assert seen == set(range(len(asks)))
+    assert earlier == set(range(len(asks)))
     assert (overtaken == 0) == hold_new
 
 
@@ -152,14 +152,14 @@ def test_a_group_is_swapped_out_and_in_as_one(chunk_size: int | None) -> None:
     """During prefill or after the fork: the prompt is computed once in both cases."""
     asks = crowd(4)
     asks = [
-        each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
-        for each in asks
+        ask._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
+        for ask in asks
     ]
     policy = fcfs(chunk_size=chunk_size, preemption="swap", hold_new=False)
     run = engines.serve(asks, SWAP, policy)
     engines.assert_equal_plain(run, asks, TIGHT)
     assert run.info.num_swapped_out.sum() >= 4
-    once = sum(len(each.prompt) + 2 * 8 for each in asks)
+    once = sum(len(ask.prompt) + 2 * 8 for ask in asks)
     assert run.info.num_rows.sum() == once
 
 
@@ -167,8 +167,8 @@ def test_a_group_is_swapped_out_and_in_as_one(chunk_size: int | None) -> None:
 @pytest.mark.parametrize("at_host", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_cancelling_a_swapped_request_frees_its_pages(at_host: bool) -> None:
     asks = [
-        each._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
-        for each in crowd(4)
+        ask._replace(sampling=Sampling(n=2, max_tokens=9, ignore_eos=True))
+        for ask in crowd(4)
     ]
     state = start = engines.submitted(asks, SWAP)
     policy = fcfs(preemption="swap")
@@ -187,17 +187,19 @@ def test_cancelling_a_swapped_request_frees_its_pages(at_host: bool) -> None:
         False
     )
     names = set(np.asarray(state.sequences.request_id)[waits].tolist())
-    some = sorted(names)[0]
+    target = sorted(names)[0]
     other = sorted(names)[-1]
     # One answer of one request, and all answers of another.
     state = engines.cancel(
-        state, jnp.asarray([some, other], "int32"), jnp.asarray([1, -1], "int32")
+        state, jnp.asarray([target, other], "int32"), jnp.asarray([1, -1], "int32")
     )
-    rest = engines.serve([], SWAP, policy, state=state, host=space, num=len(asks) * 2)
+    later_run = engines.serve(
+        [], SWAP, policy, state=state, host=space, num=len(asks) * 2
+    )
     plain = engines.plain(asks, SWAP)
-    for name, outcome in rest.outcomes.items():
+    for name, outcome in later_run.outcomes.items():
         cancelled = outcome.reason == "cancelled"
-        whole = name[0] if isinstance(name, tuple) else name
-        assert cancelled == (whole == other or name == (some, 1))
+        request_id = name[0] if isinstance(name, tuple) else name
+        assert cancelled == (request_id == other or name == (target, 1))
         if not cancelled:
             assert outcome.tokens == plain[name][0]

@@ -34,11 +34,11 @@ def random_drafts(seed: int) -> Drafts:
 
 def way_to(parents: np.ndarray, place: int) -> list[int]:
     """Returns the places on the path to a draft, the root excluded."""
-    way = []
+    path = []
     while place:
-        way.append(place)
+        path.append(place)
         place = int(parents[place - 1])
-    return way[::-1]
+    return path[::-1]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -47,21 +47,23 @@ def test_descent_equals_a_walk_to_the_root(seed: int) -> None:
     assert parents is not None
     depth, ancestors = map(np.asarray, jax.jit(drafting.tree)(parents))
     for slot, place in np.ndindex(SLOTS, NUM):
-        way = way_to(np.asarray(parents)[slot], place + 1)
-        assert depth[slot, place] == len(way)
-        assert (np.flatnonzero(ancestors[slot, place]) + 1).tolist() == sorted(way)
+        path = way_to(np.asarray(parents)[slot], place + 1)
+        assert depth[slot, place] == len(path)
+        assert (np.flatnonzero(ancestors[slot, place]) + 1).tolist() == sorted(path)
 
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_children_are_in_order(width: int) -> None:
     drafts = random_drafts(0)
-    found = np.asarray(drafting.find_children(drafts, width))
+    children = np.asarray(drafting.find_children(drafts, width))
     num = np.asarray(drafts.num)
     parents = np.asarray(drafts.parents)
     for slot, place in np.ndindex(SLOTS, NUM + 1):
-        theirs = np.flatnonzero(parents[slot, : num[slot]] == place) + 1
-        theirs = theirs[:width].tolist()
-        assert found[slot, place].tolist() == theirs + [-1] * (width - len(theirs))
+        expected_children = np.flatnonzero(parents[slot, : num[slot]] == place) + 1
+        expected_children = expected_children[:width].tolist()
+        assert children[slot, place].tolist() == expected_children + [-1] * (
+            width - len(expected_children)
+        )
 
 
 def test_a_chain_is_a_tree_of_one_branch() -> None:
@@ -92,18 +94,18 @@ def test_the_path_follows_the_first_accepted_child(seed: int) -> None:
     lengths = []
     for slot in range(SLOTS):
         place = 0
-        way = []
+        expected_path = []
         while True:
-            theirs = zip(
+            decisions = zip(
                 np.asarray(child)[slot, place], accepts[slot, place], strict=True
             )
-            taken = [each for each, accept in theirs if each >= 0 and accept]
+            taken = [node for node, accept in decisions if node >= 0 and accept]
             if not taken:
                 break
             place = int(taken[0])
-            way.append(place)
-        assert np.asarray(path)[slot, : len(way)].tolist() == way
-        lengths.append(len(way))
+            expected_path.append(place)
+        assert np.asarray(path)[slot, : len(expected_path)].tolist() == expected_path
+        lengths.append(len(expected_path))
     assert num.tolist() == lengths
     assert max(lengths) > 1
 
@@ -114,26 +116,26 @@ def test_every_place_has_the_tokens_on_its_path() -> None:
     assert drafts.parents is not None
     rng = np.random.default_rng(2)
     width = NUM + 1
-    known = rng.integers(1, 10, SLOTS)
+    num_known = rng.integers(1, 10, SLOTS)
     tokens = rng.integers(50, 99, (SLOTS, length))
     # In a chain they would have consecutive positions.
     rows = TokenHistory(
         tokens=jnp.asarray(tokens.repeat(width, axis=0), "int32"),
         num_tokens=jnp.asarray(
-            (known[:, None] + np.arange(width)).reshape(-1), "int32"
+            (num_known[:, None] + np.arange(width)).reshape(-1), "int32"
         ),
         prompt_length=jnp.zeros(SLOTS * width, "int32"),
         request_id=jnp.zeros(SLOTS * width, "int32"),
     )
     drafts = drafts._replace(tree=drafting.tree(drafts.parents))
-    found = verification.known_tokens_by_branch(rows, drafts)
+    histories = verification.known_tokens_by_branch(rows, drafts)
     for slot, place in np.ndindex(SLOTS, width):
-        way = way_to(np.asarray(drafts.parents)[slot], place)
-        wanted = [*tokens[slot, : known[slot]]]
-        wanted += [int(drafts.tokens[slot, each - 1]) for each in way]
+        path = way_to(np.asarray(drafts.parents)[slot], place)
+        wanted = [*tokens[slot, : num_known[slot]]]
+        wanted += [int(drafts.tokens[slot, node - 1]) for node in path]
         row = slot * width + place
-        assert found.num_tokens[row] == len(wanted)
-        assert found.tokens[row, : len(wanted)].tolist() == wanted
+        assert histories.num_tokens[row] == len(wanted)
+        assert histories.tokens[row, : len(wanted)].tolist() == wanted
 
 
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
@@ -158,12 +160,12 @@ def test_moved_tokens_equal_a_loop(kv_dtype: Any) -> None:
     for before, after in zip(*map(jax.tree.leaves, (pages, moved)), strict=True):
         before, wanted = np.asarray(before), np.array(before)
         for slot, entry in np.ndindex(source.shape):
-            there = source[slot, entry]
-            here = target[slot, entry]
-            if here >= 0:
-                read = page_ids[slot, there // 4]
-                at = there % 4
-                written = page_ids[slot, here // 4]
-                to = here % 4
+            source_place = source[slot, entry]
+            target_place = target[slot, entry]
+            if target_place >= 0:
+                read = page_ids[slot, source_place // 4]
+                at = source_place % 4
+                written = page_ids[slot, target_place // 4]
+                to = target_place % 4
                 wanted[:, written, :, to] = before[:, read, :, at]
         np.testing.assert_array_equal(after, wanted)

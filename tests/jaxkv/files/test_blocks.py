@@ -35,12 +35,14 @@ TEXTS = {
 
 
 def rows(blocks: list[TableBlock]) -> list[tuple[int, dict]]:
-    found = []
+    numbered_rows = []
     for block in blocks:
         for i, line in enumerate(block.lines):
             cells = {name: column[i] for name, column in block.columns.items()}
-            found.append((line, {k: v for k, v in cells.items() if v is not MISSING}))
-    return found
+            numbered_rows.append(
+                (line, {k: v for k, v in cells.items() if v is not MISSING})
+            )
+    return numbered_rows
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -122,9 +122,11 @@ def test_a_second_writer_is_refused_and_nothing_changes(
     monkeypatch: pytest.MonkeyPatch,
     jaxkv: Command,
 ) -> None:
-    mine = ("made_up", "bench_made_up")
-    known = [registry.RegistryEntry(name, "Is it?", ("smoke",), "") for name in mine]
-    replace(monkeypatch, registry, "entries", lambda: known)
+    entry_names = ("made_up", "bench_made_up")
+    entries = [
+        registry.RegistryEntry(name, "Is it?", ("smoke",), "") for name in entry_names
+    ]
+    replace(monkeypatch, registry, "entries", lambda: entries)
     replace(monkeypatch, registry, "load_experiment", lambda name: experiment)
     rows = [f"{n},{d},{2 + n**-0.3 + d**-0.3}" for n in (1, 2, 3) for d in (1, 2, 3)]
     Path("log.csv").write_text("\n".join(["N,D,loss", *rows]) + "\n")

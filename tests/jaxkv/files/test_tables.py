@@ -81,15 +81,15 @@ def test_formats_give_equal_tables(tmp_path: Path, text: str) -> None:
 def test_delimiter_gives_rows_equal_numbers_of_cells(
     text: str, names: list[str]
 ) -> None:
-    found = delimited.read_delimited(text)
-    assert found.names == names
-    assert all(len(row) == len(names) for _, row in found.rows)
+    table = delimited.read_delimited(text)
+    assert table.names == names
+    assert all(len(row) == len(names) for _, row in table.rows)
 
 
 def test_comments_are_counted_and_numbered_rows_kept() -> None:
-    found = delimited.read_delimited("# one\nrun,N\na,1\n# b,2\nc,3\n")
-    assert found.rows == [(3, ["a", "1"]), (5, ["c", "3"])]
-    assert found.notes == ("2 comment lines left out (line 1, 4)",)
+    table = delimited.read_delimited("# one\nrun,N\na,1\n# b,2\nc,3\n")
+    assert table.rows == [(3, ["a", "1"]), (5, ["c", "3"])]
+    assert table.notes == ("2 comment lines left out (line 1, 4)",)
     # A # in every row is an issue number, and a quoted cell may have a second line.
     assert len(delimited.read_delimited("run,N\n#1,1\n#2,2\n").rows) == 2
     quoted = delimited.read_delimited('run,N\n"a\n# b",1\nc,2\n')
@@ -118,9 +118,9 @@ def test_ragged_row_is_reported_with_the_best_delimiter() -> None:
     ],
 )
 def test_commas_in_numbers(text: str, first: str, doubt: str) -> None:
-    found = delimited.read_delimited(text)
-    assert found.rows[0][1][1].replace("4821", "") == first
-    sentences = " ".join(found.doubtful.values())
+    table = delimited.read_delimited(text)
+    assert table.rows[0][1][1].replace("4821", "") == first
+    sentences = " ".join(table.doubtful.values())
     assert doubt in sentences
     assert bool(sentences) == bool(doubt)
 
@@ -128,9 +128,9 @@ def test_commas_in_numbers(text: str, first: str, doubt: str) -> None:
 def test_repeated_names_of_equal_columns_are_merged(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("N,x,D,x,D,\n1,a,2,b,2,\n")
-    found = read_table(path)
-    assert found.names == ("N", "D", "")
-    assert found.repeated == {"x"}
+    table = read_table(path)
+    assert table.names == ("N", "D", "")
+    assert table.repeated == {"x"}
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\v", "\x1c"])
@@ -239,8 +239,8 @@ def test_parquet_structs_dates_and_size_limit(tmp_path: Path) -> None:
     [row] = read_table(path, keep_lists=True).rows
     assert row.cells == expected | {"ids": [1, 2]}
     # A billion equal cells take few bytes on disk.
-    many = arrow.table({"N": arrow.array(np.zeros(2**18))})
-    parquet.write_table(many, path)
+    large_table = arrow.table({"N": arrow.array(np.zeros(2**18))})
+    parquet.write_table(large_table, path)
     with refused("more than 1 MiB"):
         read_table(path, max_bytes=2**20)
 

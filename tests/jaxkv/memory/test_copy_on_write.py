@@ -243,7 +243,9 @@ def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
     """Returns violations, owned pages, and K and V by layer, slot and place."""
     pool, table, pages, staging = state
     live = (table.length + table.ahead) > 0
-    found = memory.violations(pool, table, live, page_size=pages.page_size, pins=pins)
+    violations = memory.violations(
+        pool, table, live, page_size=pages.page_size, pins=pins
+    )
     holder = memory.holders(table, ints(*GROUPS))
     pinned = arrays.take(pins, table.page_ids, fill=0) > 0
     owned = owned_pages(table, holder, pinned=pinned)
@@ -251,8 +253,12 @@ def look(state: State, pins: jax.Array) -> tuple[dict, jax.Array, jax.Array]:
     faults = swap_buffer.count_swap_faults(
         staging, ints(*GROUPS), staging.length > 0, page_size=pages.page_size
     )
-    found = found._replace(swap=faults)
-    return found._asdict(), owned, jnp.stack([jnp.stack(x)[..., 0, 0] for x in values])
+    violations = violations._replace(swap=faults)
+    return (
+        violations._asdict(),
+        owned,
+        jnp.stack([jnp.stack(x)[..., 0, 0] for x in values]),
+    )
 
 
 def programs(page_size: int) -> dict[str, Any]:
@@ -328,14 +334,14 @@ class Walk:
         )
         assert not shared, "i3"
         oracle.drop(drop.tolist())
-        found = oracle.reserve(places.tolist(), MAX_NEW, num_rows.tolist())
-        assert bool(enough) == (found is not None), "served"
-        if found is None:
+        reservation = oracle.reserve(places.tolist(), MAX_NEW, num_rows.tolist())
+        assert bool(enough) == (reservation is not None), "served"
+        if reservation is None:
             self.refused += 1
             assert (copies.source == NO_PAGE).all()
             assert (copies.target == NO_PAGE).all()
             return
-        self.num_copies += len(found)
+        self.num_copies += len(reservation)
         written = [new[:n].tolist() for new, n in zip(tokens, num_rows, strict=True)]
         oracle.write(written)
         if rng.random() < 0.2:  # the rest stays provisional, to be overwritten
@@ -418,7 +424,7 @@ class Walk:
             return
         seats = dict(zip(sequences, free, strict=False))
         slot = np.full(SLOTS, -1, np.int32)
-        slot[sequences] = [seats[each] for each in sequences]
+        slot[sequences] = [seats[sequence] for sequence in sequences]
         self.do("swap_in", (np.arange(SLOTS) == group, slot))
         oracle.swap_in(group, seats)
 
@@ -450,8 +456,8 @@ class Walk:
 
     def check(self, verb: str) -> None:
         pins = np.bincount(self.pinned, minlength=NUM_PAGES).astype(np.int32)
-        found, owned, values = self.run["look"](self.state, pins)
-        wrong = [name for name, count in found.items() if count]
+        violations, owned, values = self.run["look"](self.state, pins)
+        wrong = [name for name, count in violations.items() if count]
         assert not wrong, (verb, *wrong)
         table = self.state.table
         values = np.asarray(values)
@@ -535,7 +541,7 @@ def never_written(table: Table, *, page_size: int) -> Any:
     return column < (table.length // page_size)[:, None]
 
 
-def unforgotten(staging: Staging, group: jax.Array, gone: jax.Array) -> Staging:
+def unforgotten(staging: Staging, group: jax.Array, is_forgotten: jax.Array) -> Staging:
     return staging
 
 

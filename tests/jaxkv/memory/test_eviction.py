@@ -51,9 +51,9 @@ def cached_tokens(rule: prefix_eviction.Eviction) -> list[int]:
 def test_custom_rule_decides_evictions() -> None:
     # A cycle larger than the cache: the next prompt is always the one evicted last.
     assert cached_tokens(prefix_eviction.LRU()) == [0] * 5
-    found = cached_tokens(KeepPrefixes())
-    assert sum(found) > 0
-    assert max(found) < LENGTH // 2
+    num_cached = cached_tokens(KeepPrefixes())
+    assert sum(num_cached) > 0
+    assert max(num_cached) < LENGTH // 2
 
 
 class FloatPriority(NamedTuple):
@@ -85,8 +85,8 @@ def test_engine_uses_the_given_rule() -> None:
         CONFIG,
         eviction=KeepPrefixes(),
     )
-    found = []
+    cached_counts = []
     for ask in [*prompts(), *prompts()]:
         [done] = engine.generate([ask.prompt], ask.sampling)
-        found.append(done.num_cached)
-    assert sum(found) > 0
+        cached_counts.append(done.num_cached)
+    assert sum(cached_counts) > 0

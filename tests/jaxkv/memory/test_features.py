@@ -28,19 +28,19 @@ def states_of(tokens: Any, stacked: bool = False) -> np.ndarray:
     if stacked:
         params = stack_layers(MODEL, params)
     model = models.merge(MODEL, params)
-    found = run_sequences(model, jnp.asarray(tokens), taps=TAPS)
-    return np.asarray(jnp.concatenate(found.taps)).T.reshape(*np.shape(tokens), -1)
+    outputs = run_sequences(model, jnp.asarray(tokens), taps=TAPS)
+    return np.asarray(jnp.concatenate(outputs.taps)).T.reshape(*np.shape(tokens), -1)
 
 
 def test_taps_are_the_inputs_of_layers_and_the_last_state() -> None:
     tokens = np.random.default_rng(0).integers(0, 61, (2, 7))
-    found = states_of(tokens).reshape(2, 7, 3, -1)
+    states = states_of(tokens).reshape(2, 7, 3, -1)
     embedded = engines.params()["embed"]["weight"][tokens]
-    np.testing.assert_array_equal(found[:, :, 0], embedded)
+    np.testing.assert_array_equal(states[:, :, 0], embedded)
     logits = engines.full_logits(engines.params(), tokens, config=MODEL)
     head = np.asarray(engines.params()["head"]["weight"])
-    np.testing.assert_allclose(found[:, :, 1] @ head.T, logits, rtol=1e-4, atol=1e-4)
-    assert not np.allclose(found[:, :, 2], found[:, :, 0])
+    np.testing.assert_allclose(states[:, :, 1] @ head.T, logits, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(states[:, :, 2], states[:, :, 0])
     np.testing.assert_allclose(
         states_of(tokens, stacked=True), states_of(tokens), rtol=1e-5, atol=1e-5
     )
@@ -118,10 +118,10 @@ def test_parent_places() -> None:
         context=jnp.asarray([7, -1, -1], jnp.int32),
         ancestors=jnp.asarray(kin.reshape(12, 3)),
     )
-    found = parent_places(tree).reshape(3, 4).tolist()
-    assert found == [[5, 6, 7, 7], [1, 2, 3, -2], [-1, 0, 1, 2]]
+    places = parent_places(tree).reshape(3, 4).tolist()
+    assert places == [[5, 6, 7, 7], [1, 2, 3, -2], [-1, 0, 1, 2]]
     by_slot = tree._replace(slot=jnp.arange(12, dtype=jnp.int32) // 4)
-    assert parent_places(by_slot).reshape(3, 4).tolist() == found
+    assert parent_places(by_slot).reshape(3, 4).tolist() == places
     np.testing.assert_array_equal(parent_places(rows), rows.position - 1)
 
 
@@ -145,9 +145,9 @@ def test_missing_places_are_skipped() -> None:
     values = jnp.arange(1.0, 25.0).reshape(4, 6)
     written = write_features(pages, values, rows)
     assert written.features is not None
-    there = np.asarray(written.features)
-    np.testing.assert_array_equal(there[0, 0, :, 1].reshape(-1), values[0])
-    assert (there != 0).sum() == 6
+    features = np.asarray(written.features)
+    np.testing.assert_array_equal(features[0, 0, :, 1].reshape(-1), values[0])
+    assert (features != 0).sum() == 6
     places = jnp.asarray([3, -1, 2, -2], jnp.int32)
     got = np.asarray(read_features(written, rows, places))
     np.testing.assert_array_equal(got[0], values[0])

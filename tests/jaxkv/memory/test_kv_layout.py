@@ -59,7 +59,7 @@ def filled(kind: Any, seed: int = 0) -> Pages:
 def test_only_memory_accesses_the_leaves() -> None:
     """Checks names and positions of the fields of `Pages`."""
     leaf = re.compile(r"\bpages\.[kv]\b|\bpages\)?\[:2\]|_replace\([kv]=|Pages\([kv]=")
-    found = [
+    accesses = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for package in ("jaxkv", "scaling", "experiments")
         for path in sorted((ROOT / package).rglob("*.py"))
@@ -67,7 +67,7 @@ def test_only_memory_accesses_the_leaves() -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if leaf.search(line)
     ]
-    assert not found, "\n".join(found)
+    assert not accesses, "\n".join(accesses)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,34 +103,40 @@ def test_layout_refuses_surplus_or_missing_values() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_move_through_host_memory(kind: Any) -> None:
     """Covers host memory, a message, and a copy from page to page."""
-    mine = filled(kind)
-    theirs = filled(kind, 1)
+    receiver_pages = filled(kind)
+    sender_pages = filled(kind, 1)
     ids = ints(4, 0, 3)
-    taken = to_host(gather_pages(theirs, ids), slice(2))
-    assert_same(taken, to_host(theirs, np.array([4, 0])))
-    own = {"layout": "rows"}
-    message = page_messages.pack(taken, [1] * 8, 0, own)
-    sent = page_messages.unpack(message, mine, own).pages
-    assert jax.tree.structure(sent) == jax.tree.structure(mine)
+    taken = to_host(gather_pages(sender_pages, ids), slice(2))
+    assert_same(taken, to_host(sender_pages, np.array([4, 0])))
+    layout_identity = {"layout": "rows"}
+    message = page_messages.pack(taken, [1] * 8, 0, layout_identity)
+    sent = page_messages.unpack(message, receiver_pages, layout_identity).pages
+    assert jax.tree.structure(sent) == jax.tree.structure(receiver_pages)
     wide = expand_pages(sent, 5, slice(2))
-    after = jax.jit(scatter_pages)(mine, ints(6, 1, NO_PAGE, NO_PAGE, NO_PAGE), wide)
-    moved = memory.copy(mine, ints(4, NO_PAGE, 0), ints(6, 2, 1), origin=theirs)
+    after = jax.jit(scatter_pages)(
+        receiver_pages, ints(6, 1, NO_PAGE, NO_PAGE, NO_PAGE), wide
+    )
+    moved = memory.copy(
+        receiver_pages, ints(4, NO_PAGE, 0), ints(6, 2, 1), origin=sender_pages
+    )
     assert_same(after, moved)
     for old, new, source in zip(
-        *map(jax.tree.leaves, (mine, after, theirs)), strict=True
+        *map(jax.tree.leaves, (receiver_pages, after, sender_pages)), strict=True
     ):
         np.testing.assert_array_equal(new[:, [6, 1]], source[:, [4, 0]])
-        kept = [0, 2, 3, 4, 5]
-        np.testing.assert_array_equal(new[:, kept], old[:, kept])
+        other_pages = [0, 2, 3, 4, 5]
+        np.testing.assert_array_equal(new[:, other_pages], old[:, other_pages])
     header = json.loads(message.header)
     header["leaves"][-1][1][1] = 1  # leaves of unequal numbers of pages
     wrong = message._replace(header=json.dumps(header))
     if kind == "int8":
         with pytest.raises(ValueError, match=r"pages of float32 \(2, 1, .* must be"):
-            page_messages.unpack(wrong, mine, own)
+            page_messages.unpack(wrong, receiver_pages, layout_identity)
     full = DEFAULT_LAYOUT.make((2, 7, 1, 4, WIDTH), "float32")
     with pytest.raises(ValueError, match=r"arrays of pages must be|must be float32"):
-        page_messages.unpack(message, jax.tree.map(lambda x: x[..., :3], full), own)
+        page_messages.unpack(
+            message, jax.tree.map(lambda x: x[..., :3], full), layout_identity
+        )
 
 
 def test_move_covers_all_leaves() -> None:
@@ -142,9 +148,11 @@ def test_move_covers_all_leaves() -> None:
     target = ints(4, 5, 6, 1, 2, -1)
     move = jax.jit(move_tokens)
     places = page_ids, source.reshape(2, 3), target.reshape(2, 3)
-    [found], (wanted, _) = (jax.tree.leaves(move(x, *places)) for x in (rows, full))
-    assert not np.array_equal(found, jax.tree.leaves(rows)[0])
-    np.testing.assert_array_equal(found, wanted)
+    [moved_leaf], (wanted, _) = (
+        jax.tree.leaves(move(x, *places)) for x in (rows, full)
+    )
+    assert not np.array_equal(moved_leaf, jax.tree.leaves(rows)[0])
+    np.testing.assert_array_equal(moved_leaf, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,17 +193,17 @@ def test_attention_with_narrow_values(runs: Any) -> None:
     case = make_case(np.random.default_rng(0), runs, decode=decode)
     out, lse = oracle(case)
     apart = narrow_values(case)
-    found = attend_arrays(*map(_array, apart))
-    assert found.out.shape == (*case.q.shape[:2], 5)
-    check(found, (out[..., :5], lse))
+    attention = attend_arrays(*map(_array, apart))
+    assert attention.out.shape == (*case.q.shape[:2], 5)
+    check(attention, (out[..., :5], lse))
     # Of values that are a part of the keys; keys of no row are NaN.
     part = case._replace(v_pages=case.k_pages)
     out, lse = oracle(part)
     arrays = list(map(_array, part))
     arrays[2] = None
     for numerics in ("fast", "reproducible") if decode else ("fast",):
-        found = attend_arrays(*arrays, value_width=3, numerics=numerics)
-        check(found, (out[..., :3], lse))
+        attention = attend_arrays(*arrays, value_width=3, numerics=numerics)
+        check(attention, (out[..., :3], lse))
 
 
 def _array(x: Any) -> Any:
@@ -256,8 +264,8 @@ def test_an_engine_serves_a_layout_of_a_subclass() -> None:
         pages = layout.make((*shape, model.head_dim), "float32")
         forward = PagedForward(model)
         engine = jaxkv.Engine(weights, forward, pages, config)
-        found = engine.generate(prompts, Sampling.greedy(max_tokens=8))
-        answers.append([each.tokens for each in found])
+        completions = engine.generate(prompts, Sampling.greedy(max_tokens=8))
+        answers.append([completion.tokens for completion in completions])
     assert answers[0] == answers[1]
 
 
@@ -278,7 +286,7 @@ def test_engine_with_row_layout() -> None:
             forward=row_layout.forward,
             host=space if config.max_swap_pages else None,
         )
-        answers.append({name: each.tokens for name, each in run.outcomes.items()})
+        answers.append({name: outcome.tokens for name, outcome in run.outcomes.items()})
     assert answers[0] == answers[1]
     assert run.info.num_swapped_out.sum() > 5
     assert run.info.num_copied.sum() > 0
@@ -295,14 +303,14 @@ def test_prefix_transfer_with_row_layout() -> None:
 
     prompt = list(range(3, 30))
     ask = Sampling.greedy(max_tokens=8)
-    here = engine()
-    there = engine()
-    [wanted] = here.generate([prompt], ask)
-    sent, num = here.take_prefix(prompt)
+    sender = engine()
+    receiver = engine()
+    [wanted] = sender.generate([prompt], ask)
+    sent, num = sender.take_prefix(prompt)
     assert num == 6
-    assert there.bring_prefix(prompt, sent) == num
-    [found] = there.generate([prompt], ask)
-    assert found.num_cached == num * config.page_size
-    assert found.tokens == wanted.tokens
-    forked = here.fork()
-    assert_same(forked.core.state.pages, here.core.state.pages)
+    assert receiver.bring_prefix(prompt, sent) == num
+    [completion] = receiver.generate([prompt], ask)
+    assert completion.num_cached == num * config.page_size
+    assert completion.tokens == wanted.tokens
+    forked = sender.fork()
+    assert_same(forked.core.state.pages, sender.core.state.pages)

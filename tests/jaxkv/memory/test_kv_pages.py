@@ -54,14 +54,14 @@ def draw(seed: int, page_size: int, *, one_each: bool) -> tuple[Rows, dict]:
     page_ids[rng.random(page_ids.shape) < 0.2] = NO_PAGE
     page_ids[0, 0] = NUM_PAGES - 1  # the page that a wrapped -1 would reach
     page_ids[1:][page_ids[1:] == NUM_PAGES - 1] = NO_PAGE
-    most = columns * page_size + 2
+    max_position = columns * page_size + 2
     if one_each:
         slot = np.arange(SLOTS)
-        position = rng.integers(0, most, SLOTS)
+        position = rng.integers(0, max_position, SLOTS)
     else:
-        place = rng.permutation(SLOTS * most)[: 4 * SLOTS]  # no place twice
-        slot = place // most
-        position = place % most
+        place = rng.permutation(SLOTS * max_position)[: 4 * SLOTS]  # no place twice
+        slot = place // max_position
+        position = place % max_position
     position[rng.random(position.size) < 0.2] = -1
     shape = (position.size, KV_HEADS, HEAD_DIM)
     new = {name: rng.normal(size=shape).astype(np.float32) for name in "kv"}
@@ -101,9 +101,9 @@ def test_write_equals_reference(page_size: int, one_each: bool) -> None:
         after = write(pages, jnp.int32(layer), new["k"], new["v"], rows)
         for name in "kv":
             old = getattr(pages, name)
-            found = getattr(after, name)
+            leaf = getattr(after, name)
             wanted = write_reference(np.asarray(old), layer, new[name], rows)
-            np.testing.assert_array_equal(found, wanted)
+            np.testing.assert_array_equal(leaf, wanted)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

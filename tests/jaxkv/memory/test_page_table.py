@@ -224,8 +224,8 @@ def test_each_seeded_fault_is_flagged(name: str) -> None:
     state = make_state()
     alive = live(state.table)
     assert violations(*state, alive) == (0,) * 7
-    found = violations(*fault(state), alive)._asdict()
-    assert " ".join(key for key, count in found.items() if count) == flagged
+    faults = violations(*fault(state), alive)._asdict()
+    assert " ".join(key for key, count in faults.items() if count) == flagged
 
 
 @pytest.mark.thorough
@@ -241,9 +241,9 @@ def test_a_wrapped_sentinel_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
         pool, table, ints(9, 8, 0, 0, 0), page_size=4, max_new_pages=2
     )
     monkeypatch.undo()
-    found = violations(pool, table, live(table))
-    assert found.i1 == 1
-    assert found.i2 > 0
+    faults = violations(pool, table, live(table))
+    assert faults.i1 == 1
+    assert faults.i2 > 0
 
 
 def test_pins_count_as_uses() -> None:

@@ -82,8 +82,8 @@ class Programs:
         return Case(*after), cached.tolist()[: len(rows)]
 
     def lookup(self, case: Case, *rows: tuple) -> list[int]:
-        found = self._lookup(case.cache, *self.rows(rows, with_page=False))
-        return found.tolist()[: len(rows)]
+        entries = self._lookup(case.cache, *self.rows(rows, with_page=False))
+        return entries.tolist()[: len(rows)]
 
     def evict(self, case: Case, num: int) -> tuple[Case, int]:
         *after, evicted = self._evict(*case, jnp.full((), num, jnp.int32))
@@ -205,8 +205,8 @@ def test_hash_collisions_are_resolved(one_hash: Programs) -> None:
     case, cached = one_hash.enter(case, (4, 1, 1, 0))  # as page 3, after another page
     case, cached = one_hash.enter(case, (5, NO_PAGE, 1, 8))  # as page 0, other salt
     assert cached == [5]
-    found = one_hash.lookup(case, (NO_PAGE, 1, 0), (NO_PAGE, 2, 0), (NO_PAGE, 3, 0))
-    assert found == [0, 1, 2]
+    entries = one_hash.lookup(case, (NO_PAGE, 1, 0), (NO_PAGE, 2, 0), (NO_PAGE, 3, 0))
+    assert entries == [0, 1, 2]
     assert one_hash.lookup(case, (0, 1, 0), (1, 1, 0), (NO_PAGE, 1, 8)) == [3, 4, 5]
     assert one_hash.lookup(case, (NO_PAGE, 4, 0), (2, 1, 0)) == [NO_PAGE] * 2
     assert one_hash.unsound(*case) == 0
@@ -264,9 +264,11 @@ def test_many_entries_equal_few_entries() -> None:
     """Few entries are compared in pairs, many use scatters and are packed."""
     case = make_tree()
     ids = ints(0, 1, NO_PAGE, 0, 1, 3)
-    many = jnp.pad(ids, (40, 40), constant_values=NO_PAGE)
-    assert len(ids) < min(arrays.MAX_PAIRWISE, idle_pages.REPLAY_CHUNK) < len(many)
-    few, more = (run._use(case.cache, each) for each in (ids, many))
+    padded_ids = jnp.pad(ids, (40, 40), constant_values=NO_PAGE)
+    assert (
+        len(ids) < min(arrays.MAX_PAIRWISE, idle_pages.REPLAY_CHUNK) < len(padded_ids)
+    )
+    few, more = (run._use(case.cache, page_ids) for page_ids in (ids, padded_ids))
     assert_same(few, more)
     assert few.idle.num == case.cache.idle.num - 3
 
@@ -368,19 +370,19 @@ class Model:
     def match(self, tokens: list[int], salt: int) -> list[int]:
         size = self.oracle.page_size
         pages = ()
-        found = []
+        matches = []
         for start in range(0, len(tokens) - size, size):
             pages += (tuple(tokens[start : start + size]),)
             if (pages, salt) not in self.page_of:
                 break
-            found.append(self.page_of[pages, salt])
-        return found
+            matches.append(self.page_of[pages, salt])
+        return matches
 
     def use(self, ids: list[int]) -> None:
         for page in ids:
             self.num_uses[page] += 1
 
-    def rest(self, rows: list[list[int]]) -> None:
+    def rank_idle(self, rows: list[list[int]]) -> None:
         """Ranks pages that became idle by a release, and their ancestors."""
         self.tick += 1
         rows = [[page for page in row if page in self.content] for row in rows]
@@ -394,7 +396,7 @@ class Model:
 
     def enter(self, rows: list[tuple[int, int, tuple, int] | None]) -> list[int]:
         cached = []
-        seen = set()
+        hashes = set()
         self.tick += 1
         for row in rows:
             content = None
@@ -405,13 +407,13 @@ class Model:
                     content = ((*pages, tokens), salt)
             if content is not None and content not in self.page_of:
                 hashed = self.hash_of(*content)
-                if hashed not in seen and self.has_room(hashed[0]):
+                if hashed not in hashes and self.has_room(hashed[0]):
                     self.page_of[content], self.content[page] = page, content
                     self.entered[page] = self.tick
                     self.num_uses[page] = 1
                     self.rank.pop(page, None)
                     self.oracle.share([page])
-                seen.add(hashed)
+                hashes.add(hashed)
             cached.append(self.page_of.get(content, NO_PAGE))
         return cached
 
@@ -440,8 +442,8 @@ class Model:
         assert set(ids) == set(self.content)
         assert cache.num_pinned == len(ids)
         for field in ("entered", "num_uses"):
-            known = [getattr(self, field)[page] for page in ids]
-            assert np.asarray(getattr(cache, field))[ids].tolist() == known
+            fields = [getattr(self, field)[page] for page in ids]
+            assert np.asarray(getattr(cache, field))[ids].tolist() == fields
         idle = self.idle()
         ranks = np.asarray(cache.idle.rank)[idle]
         assert ranks.tolist() == [self.rank[page] for page in idle]
@@ -483,17 +485,17 @@ def operations(
         slot = jnp.arange(SLOTS, dtype=jnp.int32)
         column = table.length // size
         place = column[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None, :]
-        mine = arrays.take(table.page_ids, (slot, column), fill=NO_PAGE)
-        mine = jnp.where(filled & wanted, mine, NO_PAGE)
+        full_pages = arrays.take(table.page_ids, (slot, column), fill=NO_PAGE)
+        full_pages = jnp.where(filled & wanted, full_pages, NO_PAGE)
         parent = arrays.take(table.page_ids, (slot, column - 1), fill=NO_PAGE)
         content = arrays.take(tokens, (slot[:, None], place), fill=0)
         cache, pool, cached = prefix_cache.insert(
-            cache, pool, mine, parent, content, salt
+            cache, pool, full_pages, parent, content, salt
         )
-        other = (cached != NO_PAGE) & (cached != mine)
+        other = (cached != NO_PAGE) & (cached != full_pages)
         cache = prefix_eviction.mark_used(cache, jnp.where(other, cached, NO_PAGE))
         pool = page_pool.share(pool, jnp.where(other, cached, NO_PAGE))
-        pool = page_pool.release(pool, jnp.where(other, mine, NO_PAGE))
+        pool = page_pool.release(pool, jnp.where(other, full_pages, NO_PAGE))
         places = (slot, jnp.where(other, column, NO_PAGE))
         page_ids = arrays.put(table.page_ids, places, cached, "set")
         table = advance_lengths(table, jnp.where(filled, size, 0))
@@ -533,8 +535,8 @@ def programs(size: int, hashes: int, rule: str) -> tuple[dict[str, Any], Any]:
         cache, pool, table = state
         alive = (table.length + table.ahead) > 0
         pins = cache.pinned.astype(jnp.int32) + lent
-        found = memory.violations(pool, table, alive, page_size=size, pins=pins)
-        wrong = (prefix_cache.count_prefix_faults(cache, pool), *found)
+        faults = memory.violations(pool, table, alive, page_size=size, pins=pins)
+        wrong = (prefix_cache.count_prefix_faults(cache, pool), *faults)
         return jnp.stack([*wrong, cache.idle.num])
 
     verbs = operations(size, RULES[rule][0])
@@ -592,8 +594,8 @@ class Walk:
         self.wanted = np.where(new, self.mask(0.9), self.wanted)
         num_tokens = np.where(new, rng.integers(1, WIDTH * self.size + 1, SLOTS), 0)
         for slot in np.flatnonzero(new & self.wanted):
-            known = self.tokens[slot, : num_tokens[slot]].tolist()
-            ids = self.model.match(known, int(self.salt[slot]))
+            tokens = self.tokens[slot, : num_tokens[slot]].tolist()
+            ids = self.model.match(tokens, int(self.salt[slot]))
             self.oracle.share(ids)
             self.model.use(ids)
             oracle.rows[slot] = ids
@@ -635,7 +637,7 @@ class Walk:
         rows = [row for row, f in zip(self.oracle.rows, finished, strict=True) if f]
         rows = [list(row) for row in rows]
         self.oracle.drop(finished.tolist())
-        self.model.rest(rows)
+        self.model.rank_idle(rows)
         return (finished,), None
 
     def evict(self) -> tuple[tuple, int]:
@@ -649,7 +651,7 @@ class Walk:
         content = self.model.content
         page_of = self.model.page_of
         taken = []
-        for page in self.some(np.asarray(list(content)), 2):
+        for page in self.pick_some(np.asarray(list(content)), 2):
             pages, salt = content[page]
             taken.append([page_of[pages[: k + 1], salt] for k in range(len(pages))])
         order = self.rng.permutation(len(self.lent))[: self.rng.integers(0, 4)]
@@ -659,7 +661,7 @@ class Walk:
             self.oracle.share(row)
             self.model.use(row)
         self.oracle.release([page for row in back for page in row])
-        self.model.rest(back)
+        self.model.rank_idle(back)
         padded = [
             [row + [NO_PAGE] * (WIDTH - len(row)) for row in rows]
             + [[NO_PAGE] * WIDTH] * (3 - len(rows))
@@ -667,9 +669,9 @@ class Walk:
         ]
         return tuple(np.asarray(padded, np.int32)), None
 
-    def some(self, ids: np.ndarray, most: int) -> list[int]:
-        chosen = self.rng.permutation(ids.astype(int))[:most]
-        return chosen[: self.rng.integers(0, most + 1)].tolist()
+    def pick_some(self, ids: np.ndarray, max_ids: int) -> list[int]:
+        chosen = self.rng.permutation(ids.astype(int))[:max_ids]
+        return chosen[: self.rng.integers(0, max_ids + 1)].tolist()
 
 
 @pytest.fixture
@@ -705,8 +707,8 @@ def test_a_random_walk_equals_the_model(
     walk = Walk(seed, size, 2**64, rule)
     for _ in range(steps):
         walk.step()
-    seen = min(walk.seen[key] for key in ("hit", "equal", "evicted"))
-    assert seen > min(steps, 1500) / 50, walk.seen
+    min_count = min(walk.seen[key] for key in ("hit", "equal", "evicted"))
+    assert min_count > min(steps, 1500) / 50, walk.seen
     assert all(run._cache_size() == 1 for run in walk.run.values())
 
 
@@ -743,8 +745,8 @@ def change(case: Case, **fields: tuple[Any, int | bool]) -> Case:
 
 
 def entry(case: Case, page: int) -> tuple[int, int]:
-    bucket, way = np.argwhere(np.asarray(case.cache.buckets) == page)[0].tolist()
-    return bucket, way
+    bucket, column = np.argwhere(np.asarray(case.cache.buckets) == page)[0].tolist()
+    return bucket, column
 
 
 def corrupt_order(case: Case, **fields: Any) -> Case:

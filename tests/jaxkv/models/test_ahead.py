@@ -60,8 +60,8 @@ def test_the_model_is_the_one_without_modules() -> None:
     assert_same({**params, "ahead": None}, {**plain, "ahead": None})
     run = jax.jit(models.logits, static_argnames="config")
     texts = [
-        run.lower(each, TOKENS, config=config).as_text()
-        for each, config in ((params, AHEAD), (plain, MODEL))
+        run.lower(tree, TOKENS, config=config).as_text()
+        for tree, config in ((params, AHEAD), (plain, MODEL))
     ]
     assert texts[0] == texts[1]
 
@@ -76,8 +76,8 @@ def test_forms_of_parameters_keep_the_modules() -> None:
     params = params_of(AHEAD)
     both = param_forms.add_transposed_weights(params)
     weight = params["ahead"][1]["layer"]["down"]["weight"]
-    found = both["ahead"][1]["layer"]["down"]["transposed"]
-    np.testing.assert_array_equal(found, weight.T)
+    stored_weight = both["ahead"][1]["layer"]["down"]["transposed"]
+    np.testing.assert_array_equal(stored_weight, weight.T)
     assert_same(param_forms.drop_transposed_weights(both), params)
 
 

@@ -93,9 +93,9 @@ def test_save_restores_the_original_folder(name: str, tmp_path: Path) -> None:
         tmp_path / "a" / name, config, params, tokenizer=tokenizer, eos_ids=eos_ids
     )
     ours = tensors_in(folder)
-    theirs = tensors_in(GOLDEN / name)
-    assert ours.keys() == theirs.keys()
-    for key, tensor in theirs.items():
+    original = tensors_in(GOLDEN / name)
+    assert ours.keys() == original.keys()
+    for key, tensor in original.items():
         assert ours[key].dtype == tensor.dtype
         np.testing.assert_array_equal(ours[key], tensor, strict=True)
     raw = json.loads((folder / "config.json").read_text())
@@ -396,10 +396,10 @@ def test_invalid_weight_files(llama: Path) -> None:
 
 def test_wrong_tensors(llama: Path) -> None:
     key = "model.layers.1.self_attn.k_proj.weight"
-    whole = (llama / WEIGHTS).read_bytes()
+    weight_bytes = (llama / WEIGHTS).read_bytes()
 
     def break_with(change: Callable[[dict[str, np.ndarray]], Any]) -> str:
-        (llama / WEIGHTS).write_bytes(whole)
+        (llama / WEIGHTS).write_bytes(weight_bytes)
         change_tensors(llama, change)
         return refusal(llama)
 
@@ -505,11 +505,11 @@ def test_existing_folders_are_not_overwritten(tmp_path: Path) -> None:
     save_model(folder, SMALL, params, overwrite=True)
     names = ["SHA256SUMS", "config.json", WEIGHTS]
     assert sorted(path.name for path in folder.iterdir()) == names
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.tex").touch()
+    target = tmp_path / "mine"
+    target.mkdir()
+    (target / "thesis.tex").touch()
     with pytest.raises(ValueError, match="holds no model"):
-        save_model(mine, SMALL, params, overwrite=True)
+        save_model(target, SMALL, params, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "model"]
 
 

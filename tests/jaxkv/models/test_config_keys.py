@@ -124,10 +124,10 @@ torch_dtype transformers_version use_cache v_head_dim vocab_size
 
 def test_every_key_of_deepseek_v3_is_in_its_entry() -> None:
     family = FAMILIES["deepseek_v3"]
-    given: dict[str, Any] = dict.fromkeys(DEEPSEEK_V3, 1)
-    huggingface_harmless.refuse_unknown(family, given, positions.ROPE_KEYS)
+    raw: dict[str, Any] = dict.fromkeys(DEEPSEEK_V3, 1)
+    huggingface_harmless.refuse_unknown(family, raw, positions.ROPE_KEYS)
     for_training = {"aux_loss_alpha", "moe_router_bias_update_rate"}
-    assert given.keys() | for_training > family.keys.keys()
+    assert raw.keys() | for_training > family.keys.keys()
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -339,12 +339,12 @@ def test_aliases_are_accepted() -> None:
     mixtral = config_of("mixtral")
     renamed = {"num_hidden_layers": gpt2["n_layer"], "hidden_size": gpt2["n_embd"]}
     assert configs.from_hf(gpt2 | renamed) == configs.from_hf(gpt2)
-    kept = {key: gpt2[key] for key in gpt2 if key not in ("n_layer", "n_embd")}
-    assert configs.from_hf(kept | renamed) == configs.from_hf(gpt2)
+    other_keys = {key: gpt2[key] for key in gpt2 if key not in ("n_layer", "n_embd")}
+    assert configs.from_hf(other_keys | renamed) == configs.from_hf(gpt2)
     num = mixtral.pop("num_local_experts")
-    found = configs.from_hf(mixtral | {"num_experts": num}).experts
-    assert found is not None
-    assert found.num_experts == num
+    experts = configs.from_hf(mixtral | {"num_experts": num}).experts
+    assert experts is not None
+    assert experts.num_experts == num
 
 
 def test_nulls_and_defaults_equal_transformers() -> None:
@@ -360,9 +360,9 @@ def test_nulls_and_defaults_equal_transformers() -> None:
     assert configs.from_hf(qwen2 | {"sliding_window": None}).window is None
     # Layers without experts may be listed in any order.
     moe = config_of("qwen3_moe") | {"num_hidden_layers": 3}
-    found = configs.from_hf(moe | {"mlp_only_layers": [1, 0]}).experts
-    assert found is not None
-    assert found.num_dense_layers == 2
+    experts = configs.from_hf(moe | {"mlp_only_layers": [1, 0]}).experts
+    assert experts is not None
+    assert experts.num_dense_layers == 2
 
 
 def test_original_positions_outside_the_rotary_object() -> None:

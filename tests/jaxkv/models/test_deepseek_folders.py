@@ -229,12 +229,12 @@ def test_both_spellings_of_yarn() -> None:
         scaling = configs.from_hf(
             V3 | {"rope_scaling": plain | changes | {"type": "yarn"}}
         )
-        found = scaling.rope_scaling
-        assert found is not None
-        assert found.truncate == (not changes)
-        assert found.score_magnitude == 1
+        rope_scaling = scaling.rope_scaling
+        assert rope_scaling is not None
+        assert rope_scaling.truncate == (not changes)
+        assert rope_scaling.score_magnitude == 1
         if magnitude:
-            assert found.magnitude == pytest.approx(magnitude)
+            assert rope_scaling.magnitude == pytest.approx(magnitude)
         assert configs.from_hf(configs.to_hf(scaling)) == scaling
 
 
@@ -343,14 +343,16 @@ def test_rotary_rows_are_put_in_order(name: str) -> None:
     """Compares with a loop over heads and pairs."""
     config, params, *_ = load_model(GOLDEN / name)
     latent = config.latent
-    theirs = stored(GOLDEN / name)
+    stored_tensors = stored(GOLDEN / name)
     assert latent is not None
     nope = latent.nope_dim
     half = latent.rope_dim // 2
     prefix = "model.layers.1.self_attn."
     q = "q_proj" if latent.q_rank is None else "q_b_proj"
-    q = theirs[f"{prefix}{q}.weight"].reshape(config.num_q_heads, config.head_dim, -1)
-    key = theirs[f"{prefix}kv_a_proj_with_mqa.weight"]
+    q = stored_tensors[f"{prefix}{q}.weight"].reshape(
+        config.num_q_heads, config.head_dim, -1
+    )
+    key = stored_tensors[f"{prefix}kv_a_proj_with_mqa.weight"]
     layer = params["layers"][1]
     found_q = layer["q" if latent.q_rank is None else "q_up"]["weight"]
     found_key = layer["kv_down"]["weight"]
@@ -375,12 +377,12 @@ def test_prediction_layers_are_saved_and_loaded(dtype: str, tmp_path: Path) -> N
     folder = save_model(tmp_path / "m", TINY, params, max_shard_bytes=2_000)
     again = load_model(folder, dtype=dtype)
     assert again.config == TINY
-    for found, leaf in zip(
+    for loaded_leaf, leaf in zip(
         jax.tree.leaves(again.params), jax.tree.leaves(params), strict=True
     ):
-        assert found.dtype == leaf.dtype
-        np.testing.assert_array_equal(found, leaf)
-    found = stored(folder)
+        assert loaded_leaf.dtype == leaf.dtype
+        np.testing.assert_array_equal(loaded_leaf, leaf)
+    stored_tensors = stored(folder)
     for index in range(2):
         prefix = f"model.layers.{2 + index}."
         module = params["ahead"][index]
@@ -393,8 +395,10 @@ def test_prediction_layers_are_saved_and_loaded(dtype: str, tmp_path: Path) -> N
             ("shared_head.head", params["head"]["weight"]),
             ("self_attn.o_proj", module["layer"]["out"]["weight"]),
         ):
-            np.testing.assert_array_equal(found[f"{prefix}{name}.weight"], part)
-        bias = found[f"{prefix}mlp.gate.e_score_correction_bias"]
+            np.testing.assert_array_equal(
+                stored_tensors[f"{prefix}{name}.weight"], part
+            )
+        bias = stored_tensors[f"{prefix}mlp.gate.e_score_correction_bias"]
         assert bias.dtype == np.float32
 
 
@@ -404,10 +408,10 @@ def test_copies_of_tables_are_checked(tmp_path: Path) -> None:
     every = stored(folder)
     name = "model.layers.3.shared_head.head.weight"
     # Folders may omit the copies.
-    rest = {key: every[key] for key in every if "embed_tokens" not in key[8:]}
-    rest["model.embed_tokens.weight"] = every["model.embed_tokens.weight"]
-    del rest[name]
-    safetensors.numpy.save_file(rest, path)
+    stored_tensors = {key: every[key] for key in every if "embed_tokens" not in key[8:]}
+    stored_tensors["model.embed_tokens.weight"] = every["model.embed_tokens.weight"]
+    del stored_tensors[name]
+    safetensors.numpy.save_file(stored_tensors, path)
     jax.tree.map(
         np.testing.assert_array_equal,
         load_model(folder).params,
@@ -430,12 +434,12 @@ def test_prediction_layers_without_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=line):
         load_model(folder)
     # Tensors without the key are refused, too.
-    whole = save_unlisted(tmp_path / "whole", TINY)
-    (whole / "config.json").write_text(
+    source_folder = save_unlisted(tmp_path / "whole", TINY)
+    (source_folder / "config.json").write_text(
         json.dumps(raw | {"num_nextn_predict_layers": 0})
     )
     with pytest.raises(ValueError, match=r"unexpected: model\.layers\.2"):
-        load_model(whole)
+        load_model(source_folder)
 
 
 def decoded(byte: int) -> float:
@@ -486,8 +490,8 @@ def test_blocks_of_eight_bit_weights_are_scaled(tmp_path: Path) -> None:
     safetensors.numpy.save_file(every, path)
     layer = load_model(folder).params["layers"][0]
     prefix = "model.layers.0.mlp."
-    found = layer["down"]["weight"], *layer["up"]["weight"]
-    for weight, name in zip(found, ("down", "gate", "up"), strict=True):
+    weights = layer["down"]["weight"], *layer["up"]["weight"]
+    for weight, name in zip(weights, ("down", "gate", "up"), strict=True):
         value = wanted[f"{prefix}{name}_proj.weight"]
         np.testing.assert_allclose(weight, value, rtol=1e-6)
     halves = load_model(folder, dtype="bfloat16").params["layers"][0]
@@ -539,13 +543,21 @@ with torch.no_grad():
 def test_transformers_reads_a_saved_folder(name: str, tmp_path: Path) -> None:
     config, params, *_ = load_model(GOLDEN / name)
     folder = save_model(tmp_path / "m", config, params, max_shard_bytes=50_000)
-    given = GOLDEN / name / "expected.npz"
-    found = tmp_path / "logits.npy"
+    expected_file = GOLDEN / name / "expected.npz"
+    logits_file = tmp_path / "logits.npy"
     subprocess.run(
-        [str(PEER), "-c", PEER_SCRIPT, str(folder), str(given), str(found)], check=True
+        [
+            str(PEER),
+            "-c",
+            PEER_SCRIPT,
+            str(folder),
+            str(expected_file),
+            str(logits_file),
+        ],
+        check=True,
     )
     np.testing.assert_allclose(
-        np.load(found), np.load(given)["logits"], rtol=0, atol=1e-4
+        np.load(logits_file), np.load(expected_file)["logits"], rtol=0, atol=1e-4
     )
 
 
@@ -586,5 +598,5 @@ def test_engine_continues_as_transformers(name: str, page_size: int) -> None:
     for number, start in enumerate(starts):
         assert run.tokens[number] == greedy[start:48]
     assert run.info.num_preempted.sum() > 0
-    num_cached = sum(each.num_cached for each in run.outcomes.values())
+    num_cached = sum(outcome.num_cached for outcome in run.outcomes.values())
     assert num_cached > 0 or page_size > len(prompt)

@@ -51,15 +51,19 @@ def judge(folder: Path) -> Verdict:
     if not (folder / "expected.npz").exists():
         return Verdict("unchecked", (folder / "refused.txt").read_text().strip())
     expected = np.load(folder / "expected.npz")
-    found = logits(params, jnp.asarray(expected["ids"]), config=config)
-    gap = np.abs(found - expected["logits"]).max() / np.abs(expected["logits"]).max()
+    our_logits = logits(params, jnp.asarray(expected["ids"]), config=config)
+    gap = (
+        np.abs(our_logits - expected["logits"]).max() / np.abs(expected["logits"]).max()
+    )
     if not gap < TOLERANCE:
         return Verdict("different", f"logits of {config.family} by {gap:.1e}")
     tokens = expected["greedy"]
     num = len(expected["margins"])
-    found = logits(params, jnp.asarray(tokens[None]), config=config)[0, -num - 1 : -1]
-    differs = np.asarray(jnp.argmax(found, axis=-1)) != tokens[-num:]
-    if (differs & (expected["margins"] > TOLERANCE * np.abs(found).max())).any():
+    our_logits = logits(params, jnp.asarray(tokens[None]), config=config)[
+        0, -num - 1 : -1
+    ]
+    differs = np.asarray(jnp.argmax(our_logits, axis=-1)) != tokens[-num:]
+    if (differs & (expected["margins"] > TOLERANCE * np.abs(our_logits).max())).any():
         return Verdict("different", f"greedy tokens of {config.family}")
     return Verdict("equal", config.family)
 
@@ -82,14 +86,16 @@ def test_random_folders_agree_with_transformers(tmp_path: Path) -> None:
     )
     verdicts = {path.name: judge(path) for path in sorted(tmp_path.iterdir())}
     assert len(verdicts) == NUM
-    print("\n", collections.Counter(each.kind for each in verdicts.values()))
+    print("\n", collections.Counter(verdict.kind for verdict in verdicts.values()))
     for kind in ("equal", "refused", "unchecked"):
         lines = [reason(x.line) for x in verdicts.values() if x.kind == kind]
         print(f"\n{kind}:", *collections.Counter(lines).most_common(), sep="\n  ")
     different = {k: v.line for k, v in verdicts.items() if v.kind == "different"}
     assert not different
     # Many folders are served: refusing all of them would pass otherwise.
-    assert sum(each.kind == "equal" for each in verdicts.values()) > 0.3 * NUM
-    families = {each.line for each in verdicts.values() if each.kind == "equal"}
+    assert sum(verdict.kind == "equal" for verdict in verdicts.values()) > 0.3 * NUM
+    families = {
+        verdict.line for verdict in verdicts.values() if verdict.kind == "equal"
+    }
     table = FAMILIES
     assert families == {name for name, x in table.items() if x.servable}

@@ -37,11 +37,11 @@ def test_whole_sequences_equal_the_oracle(config: ModelConfig) -> None:
     weights = latent_models.params(config)
     wanted = latent_models.oracle_logits(weights, TOKENS, config)
     assert np.abs(wanted).max() > 1
-    found = engines.full_logits(weights, TOKENS, config=config)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    our_logits = engines.full_logits(weights, TOKENS, config=config)
+    np.testing.assert_allclose(our_logits, wanted, rtol=0, atol=1e-4)
     by_rows = jax.jit(transformer_rows.run_transformer, static_argnames="config")
-    found = by_rows(weights, TOKENS, config=config).logits
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    our_logits = by_rows(weights, TOKENS, config=config).logits
+    np.testing.assert_allclose(our_logits, wanted, rtol=0, atol=1e-4)
 
 
 def test_pages_equal_whole_sequences() -> None:
@@ -84,8 +84,8 @@ def test_costs_are_those_of_the_arrays(config: ModelConfig) -> None:
     assert count_parameters(shape).total == sum(x.size for x in weights)
     engine = EngineConfig(num_pages=3, page_size=4, max_length=8)
     pages = jax.eval_shape(lambda: make_model_pages(config, engine))
-    found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
-    assert found == 12 * kv_bytes_per_token(shape, kv_bytes=4)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
+    assert num_bytes == 12 * kv_bytes_per_token(shape, kv_bytes=4)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -93,10 +93,10 @@ def test_weights_stored_twice_give_the_same_logits(num_rows: int) -> None:
     weights = latent_models.params()
     twice = add_transposed_weights(weights)
     tokens = TOKENS[:1, :num_rows]
-    found, wanted = (
+    our_logits, wanted = (
         engines.full_logits(x, tokens, config=LATENT) for x in (twice, weights)
     )
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(our_logits, wanted, rtol=0, atol=1e-4)
 
 
 FREQUENCIES = {
@@ -132,11 +132,17 @@ def test_yarn_frequencies(case: tuple[Any, ...]) -> None:
     config = dataclasses.replace(
         engines.MODEL, head_dim=size, rope_theta=theta, rope_scaling=scaling
     )
-    found = rotary.frequencies(config, "float32")
+    frequencies = rotary.frequencies(config, "float32")
     wanted = FREQUENCIES[case]
-    np.testing.assert_allclose(found[:: len(found) // len(wanted)], wanted, rtol=3e-6)
+    np.testing.assert_allclose(
+        frequencies[:: len(frequencies) // len(wanted)], wanted, rtol=3e-6
+    )
     angles = rotary.angles(config, ints(0, 7), "float32")
     assert angles is not None
     cos, sin = angles
-    np.testing.assert_allclose(cos, 1.25 * np.cos(np.outer(found, [0, 7])), atol=1e-6)
-    np.testing.assert_allclose(sin, 1.25 * np.sin(np.outer(found, [0, 7])), atol=1e-6)
+    np.testing.assert_allclose(
+        cos, 1.25 * np.cos(np.outer(frequencies, [0, 7])), atol=1e-6
+    )
+    np.testing.assert_allclose(
+        sin, 1.25 * np.sin(np.outer(frequencies, [0, 7])), atol=1e-6
+    )

@@ -126,12 +126,12 @@ BIAS = np.random.default_rng(6).integers(-6, 6, 8) / 8
 )
 def test_every_routing_rule_equals_its_twin(changes: Any, bias: Any) -> None:
     rules = Experts(num_experts=8, top_k=3, size=1, **changes)
-    given = None if bias is None else jnp.asarray(bias, jnp.float32)
-    found = models.route(jnp.asarray(LOGITS, jnp.float32), rules, given)
+    bias_array = None if bias is None else jnp.asarray(bias, jnp.float32)
+    routing = models.route(jnp.asarray(LOGITS, jnp.float32), rules, bias_array)
     experts, shares = routed(LOGITS, rules, bias)
-    assert found.expert.tolist() == experts
-    np.testing.assert_allclose(found.share, shares, rtol=2e-6)
-    np.testing.assert_allclose(found.probs.sum(axis=1), 1, rtol=1e-6)
+    assert routing.expert.tolist() == experts
+    np.testing.assert_allclose(routing.share, shares, rtol=2e-6)
+    np.testing.assert_allclose(routing.probs.sum(axis=1), 1, rtol=1e-6)
 
 
 def test_ties_go_to_lower_groups_and_experts() -> None:
@@ -146,11 +146,11 @@ def test_ties_go_to_lower_groups_and_experts() -> None:
     )
     logits = jnp.asarray([[0.0] * 6, [0, 0, 0, 1, 1, 0], [-200.0] * 6], jnp.float32)
     bias = jnp.asarray([0.0, 0.0, 0.5, 0.25, 0.25, 0.5], jnp.float32)
-    found = models.route(logits, rules, bias)
+    routing = models.route(logits, rules, bias)
     # Sums of the two largest: 1, 1.75, 1.75; then 1, 1.98, 1.98; then 0, 0.75, 0.75.
-    assert found.expert.tolist() == [[2, 3], [2, 3], [2, 3]]
-    np.testing.assert_allclose(found.share[0], [0.5, 0.5])
-    assert found.share[2].tolist() == [0.0, 0.0]  # not NaN, with scores of zero
+    assert routing.expert.tolist() == [[2, 3], [2, 3], [2, 3]]
+    np.testing.assert_allclose(routing.share[0], [0.5, 0.5])
+    assert routing.share[2].tolist() == [0.0, 0.0]  # not NaN, with scores of zero
 
 
 def test_selection_bias_has_the_load_as_gradient() -> None:
@@ -194,13 +194,13 @@ def test_mix_equals_reference(crowded: bool) -> None:
             out[row] = np.asarray(rows)[row] @ w[number]
         return jnp.asarray(out)
 
-    found = models.mix(jnp.asarray(x), routing, answer, live=jnp.asarray(live))
+    mixture = models.mix(jnp.asarray(x), routing, answer, live=jnp.asarray(live))
     p = softmax(scores)
     for row in np.flatnonzero(live):
         first, second = np.argsort(-p[row])[:2]
         both = [p[row, i] * (x[row] @ w[i]) for i in (first, second)]
         wanted = sum(both) / (p[row, first] + p[row, second])
-        np.testing.assert_allclose(found[row], wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(mixture[row], wanted, rtol=1e-4, atol=1e-5)
     assert sizes_seen[0].sum() == 2 * live.sum()
     if crowded:
         assert sizes_seen[0].tolist() == [live.sum(), 0, 0, live.sum(), 0, 0]
@@ -213,10 +213,10 @@ def test_balance_and_imbalance_worked_by_hand() -> None:
     # 4 (1 * 0.45 + 0.5 * 0.2 + 0.5 * 0.25)
     assert float(balance_loss(routing)) == pytest.approx(2.7)
     even = jnp.full((4,), 0.5, jnp.float32)
-    found = models.imbalance(jnp.stack([even, expert_load(routing)]))
-    np.testing.assert_allclose(found.busiest, [1.0, 2.0])
-    np.testing.assert_allclose(found.variation, [0.0, 0.5**0.5], rtol=1e-6)
-    np.testing.assert_allclose(found.idle, [0.0, 0.25])
+    load_imbalance = models.imbalance(jnp.stack([even, expert_load(routing)]))
+    np.testing.assert_allclose(load_imbalance.busiest, [1.0, 2.0])
+    np.testing.assert_allclose(load_imbalance.variation, [0.0, 0.5**0.5], rtol=1e-6)
+    np.testing.assert_allclose(load_imbalance.idle, [0.0, 0.25])
 
 
 @pytest.mark.thorough
@@ -225,11 +225,16 @@ def test_balance_loss_equals_transformers(name: str) -> None:
     config, params, *_ = load_model(GOLDEN / name)
     assert config.experts is not None
     expected = np.load(GOLDEN / name / "expected.npz")
-    found = outputs(params, expected["ids"], config=config)
+    model_outputs = outputs(params, expected["ids"], config=config)
     wanted = config.experts.balance_weight * expected["balance"].mean()
-    np.testing.assert_allclose(found.auxiliary, wanted, rtol=1e-5)
-    assert found.loads.shape == (len(expected["balance"]), config.experts.num_experts)
-    np.testing.assert_allclose(found.loads.sum(axis=1), config.experts.top_k, rtol=1e-6)
+    np.testing.assert_allclose(model_outputs.auxiliary, wanted, rtol=1e-5)
+    assert model_outputs.loads.shape == (
+        len(expected["balance"]),
+        config.experts.num_experts,
+    )
+    np.testing.assert_allclose(
+        model_outputs.loads.sum(axis=1), config.experts.top_k, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -237,11 +242,11 @@ def test_parameter_count_equals_the_folder(name: str) -> None:
     config = read_config(GOLDEN / name)
     raw = json.loads((GOLDEN / name / "config.json").read_text())
     model = describe_config(config)
-    found = count_parameters(model)
-    assert found == count_parameters(describe_huggingface(raw))
+    counts = count_parameters(model)
+    assert counts == count_parameters(describe_huggingface(raw))
     held = jax.tree.leaves(param_shapes(config))
-    assert found.total == sum(x.size for x in held)
-    assert found.active < found.total
+    assert counts.total == sum(x.size for x in held)
+    assert counts.active < counts.total
 
 
 @pytest.mark.thorough
@@ -260,12 +265,12 @@ def test_equal_experts_are_a_dense_model(activation: Any) -> None:
             "down": {"weight": jnp.stack([down.T] * 4)},
             "router": engines.params(mixed)["layers"][number]["mixture"]["router"],
         }
-        rest = {k: v for k, v in layer.items() if k not in ("up", "down")}
-        params["layers"][number] = rest | {"mixture": mixture}
-    found = outputs(params, TOKENS, config=mixed)
-    assert np.unique(found.loads).size > 3  # the router does choose
+        other_weights = {k: v for k, v in layer.items() if k not in ("up", "down")}
+        params["layers"][number] = other_weights | {"mixture": mixture}
+    mixed_outputs = outputs(params, TOKENS, config=mixed)
+    assert np.unique(mixed_outputs.loads).size > 3  # the router does choose
     wanted = outputs(plain, TOKENS, config=dense)
-    np.testing.assert_allclose(found.logits, wanted.logits, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(mixed_outputs.logits, wanted.logits, rtol=0, atol=2e-5)
     assert wanted.auxiliary == 0
     assert wanted.loads is None
 
@@ -333,7 +338,8 @@ def test_engine_is_batch_invariant_with_experts(
         num_preempted += int(crowd.info.num_preempted.sum())
         expected = engines.plain(asks, config, model=ONE_LAYER)
         got = {
-            name: (each.tokens, each.reason) for name, each in crowd.outcomes.items()
+            name: (outcome.tokens, outcome.reason)
+            for name, outcome in crowd.outcomes.items()
         }
         assert got == expected
         for ask in asks:
@@ -372,10 +378,10 @@ def test_mixture_that_its_family_cannot_express_is_refused(
 @pytest.mark.thorough
 def test_half_precision_weights_are_routed_in_float32() -> None:
     params = engines.params(MODEL, "bfloat16")
-    found = outputs(params, TOKENS, config=MODEL)
-    assert found.logits.dtype == found.auxiliary.dtype == jnp.float32
+    half_outputs = outputs(params, TOKENS, config=MODEL)
+    assert half_outputs.logits.dtype == half_outputs.auxiliary.dtype == jnp.float32
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     expected = outputs(wide, TOKENS, config=MODEL)
-    assert np.abs(found.loads - expected.loads).max() <= 0.1
-    near = np.isclose(found.logits, expected.logits, rtol=0, atol=0.3)
+    assert np.abs(half_outputs.loads - expected.loads).max() <= 0.1
+    near = np.isclose(half_outputs.logits, expected.logits, rtol=0, atol=0.3)
     assert near.mean() > 0.9

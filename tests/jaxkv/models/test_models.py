@@ -60,8 +60,8 @@ def test_few_rows_are_padded() -> None:
     """Padding of a column does not affect its numbers."""
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(24, 16)), "float32")
-    asked = (1, 2, 3, 4, 5, 8, 11, 16, 17, 24, 25, 31, 33)
-    columns = [jnp.asarray(rng.normal(size=(16, n)), "float32") for n in asked]
+    num_columns = (1, 2, 3, 4, 5, 8, 11, 16, 17, 24, 25, 31, 33)
+    columns = [jnp.asarray(rng.normal(size=(16, n)), "float32") for n in num_columns]
 
     @jax.jit
     def multiplied(columns: list[jax.Array]) -> list[jax.Array]:
@@ -89,14 +89,14 @@ def test_many_rows_are_multiplied_rows_first(bias: bool) -> None:
     for num_rows, rows_first in zip(
         (layers.MIN_CAST_ROWS, layers.MIN_CAST_ROWS - 1), first, strict=True
     ):
-        some = x[:, :num_rows]
+        inputs = x[:, :num_rows]
         activate = functools.partial(nonlinear.activate, config)
         hidden = functools.partial(BY_COLUMNS.expand, layer.up, then=activate)
-        traced = jax.jit(hidden).trace(some)
-        wanted = activate(layer.up(jnp.asarray(some), BY_COLUMNS), -2)
-        found = traced.lower().compile()(some)
-        assert found.shape == wanted.shape
-        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-7)
+        traced = jax.jit(hidden).trace(inputs)
+        wanted = activate(layer.up(jnp.asarray(inputs), BY_COLUMNS), -2)
+        hidden_states = traced.lower().compile()(inputs)
+        assert hidden_states.shape == wanted.shape
+        np.testing.assert_allclose(hidden_states, wanted, rtol=2e-5, atol=1e-7)
         shape = re.findall(r"f32\[(\d+),\d+\] = dot_general", str(traced.jaxpr))
         assert (shape == [str(num_rows)]) == rows_first
 
@@ -185,11 +185,11 @@ def test_parameters_equal_single_draws(fields: dict, dtype: str) -> None:
     key = jax.random.key(5)
     alone = Transformer(config, rngs=nnx.Rngs(key), dtype=jnp.dtype(dtype))
     expected = nnx.to_pure_dict(nnx.state(alone, nnx.Param))
-    for drawn in (
+    for params in (
         init_params(config, key, dtype=dtype),
         jax.jit(lambda key: init_params(config, key, dtype=dtype))(key),
     ):
-        jax.tree.map(np.testing.assert_array_equal, drawn, expected)
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
 def test_half_precision_weights_give_float32_logits() -> None:
@@ -224,9 +224,9 @@ def test_transposed_weights_give_equal_results() -> None:
             again = getattr(other, name)
             x = jnp.asarray(rng.normal(size=(once.num_inputs, number)), "float32")
             columns = BY_COLUMNS
-            found = again(x, columns)
+            products = again(x, columns)
             wanted = once(x, columns)
-            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(products, wanted, rtol=1e-5, atol=1e-6)
             again.weight[...] = jnp.zeros_like(again.weight[...])
             by_second = bool(np.any(again(x, columns)))
             assert by_second == (1 < number < 5)

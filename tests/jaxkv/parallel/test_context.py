@@ -48,8 +48,8 @@ def fed(
     for first, end in meshes.CHUNKS:
         rows = meshes.chunk(first, end)
         step = jitted.lower(params, pages, rows).compile()
-        found, pages = step(params, pages, rows)
-        logits.append(np.asarray(found))
+        call_logits, pages = step(params, pages, rows)
+        logits.append(np.asarray(call_logits))
         programs.append(step)
     return logits, programs, pages
 
@@ -70,21 +70,21 @@ def check_model(
     page_size: int = meshes.PAGE_SIZE,
 ) -> None:
     """Checks logits against one device, bytes against the formula, and the pages."""
-    found, programs, pages = fed(config, params, mesh, page_size)
+    logits, programs, pages = fed(config, params, mesh, page_size)
     for slot, length in enumerate(meshes.LENGTHS):
         tokens = jnp.arange(length, dtype=jnp.int32)[None] + 3 + 20 * slot
-        whole = models.logits(params, tokens, config=config)[0]
-        mine = np.concatenate(
+        full_logits = models.logits(params, tokens, config=config)[0]
+        chunk_logits = np.concatenate(
             [
                 x[np.asarray(meshes.chunk(*c).slot) == slot]
-                for x, c in zip(found, meshes.CHUNKS, strict=True)
+                for x, c in zip(logits, meshes.CHUNKS, strict=True)
             ]
         )
-        np.testing.assert_allclose(mine, whole, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(chunk_logits, full_logits, rtol=0, atol=1e-4)
     for program, rows in zip(programs, (16, 4), strict=True):
         sent = parallel.find_collectives(program.as_text())
         divides = how.pages > 1 and rows % how.pages == 0
-        assert any(each.kind == "all-to-all" for each in sent) == divides
+        assert any(collective.kind == "all-to-all" for collective in sent) == divides
         words = config.vocab_size
         padded = dataclasses.replace(
             describe_config(config),
@@ -92,8 +92,8 @@ def check_model(
         )
         sizes = {"rows": rows, "logit_rows": rows, "number_bytes": 4}
         formula = prefill_traffic(padded, how, **sizes)
-        assert all(each.is_sure for each in sent)
-        total = sum(each.sent(rank=2) for each in sent)
+        assert all(collective.is_sure for collective in sent)
+        total = sum(collective.sent(rank=2) for collective in sent)
         assert total == pytest.approx(sum(x.forward for x in formula), rel=1e-12)
         assert total > 0
     for leaf in jax.tree.leaves(pages):
@@ -170,8 +170,8 @@ def test_experts_on_several_devices(family: str, ep: int, degrees: Any) -> None:
 )
 def test_answers_are_those_of_one_device(degree: int, budget: int) -> None:
     """With and without division of the rows of mixed passes."""
-    found = answers(make_mesh(context=degree), token_budget=budget)
-    assert found == answers(None)
+    sharded_answers = answers(make_mesh(context=degree), token_budget=budget)
+    assert sharded_answers == answers(None)
 
 
 LARGER = dataclasses.replace(
@@ -191,16 +191,16 @@ def program_of(how: Layout, num_layers: int, rows: Rows) -> Any:
     """Returns the compiled step of a layout."""
     config = dataclasses.replace(LARGER, num_layers=num_layers)
     mesh = make_mesh(tensor=how.tensor, context=how.pages, expert=how.expert)
-    run, *given = meshes.divided(config, engines.params(config), mesh)
-    return run.lower(*given, rows).compile()
+    run, *operands = meshes.divided(config, engines.params(config), mesh)
+    return run.lower(*operands, rows).compile()
 
 
 def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
     """Returns the bytes that a device sends in the first chunk: program, formulas."""
     rows = meshes.chunk(*meshes.CHUNKS[0])
     program = program_of(how, num_layers, rows)
-    found = parallel.find_collectives(program.as_text())
-    assert all(each.is_sure for each in found)
+    collectives = parallel.find_collectives(program.as_text())
+    assert all(collective.is_sure for collective in collectives)
     formula = prefill_traffic(
         describe_config(dataclasses.replace(LARGER, num_layers=num_layers)),
         how,
@@ -208,8 +208,8 @@ def sent_by(how: Layout, num_layers: int) -> tuple[float, float]:
         logit_rows=num,
         number_bytes=4,
     )
-    wanted = sum(each.forward for each in formula)
-    return sum(each.sent(rank=2) for each in found), wanted
+    wanted = sum(term.forward for term in formula)
+    return sum(collective.sent(rank=2) for collective in collectives), wanted
 
 
 @pytest.mark.thorough
@@ -243,22 +243,22 @@ def test_surplus_collectives_are_detected(
     """Gathers queries that all devices have, or sums outputs twice."""
     rows = len(meshes.chunk(*meshes.CHUNKS[0]).token)
     if how.pages > 1:
-        whole = api.paged_attention
+        paged_attention = api.paged_attention
         num = LARGER.num_q_heads * LARGER.head_dim
 
-        def wasteful(q: Any, *args: Any, **rest: Any) -> Any:
-            return whole(jax.lax.pmean(q, "context"), *args, **rest)
+        def wasteful(q: Any, *args: Any, **options: Any) -> Any:
+            return paged_attention(jax.lax.pmean(q, "context"), *args, **options)
 
         replace(monkeypatch, api, "paged_attention", wasteful)
     else:
-        own = partition.own_experts
+        own_experts = partition.own_experts
         num = LARGER.hidden_size
 
         def twice(routing: Any, *, part: int) -> Any:
-            found = own(routing, part=part)
+            local_routing = own_experts(routing, part=part)
             more = jnp.ones((rows, num), jnp.float32)
-            more = jax.lax.psum(more * found.share.sum(), "expert").sum()
-            return found._replace(share=found.share + 1e-9 * more)
+            more = jax.lax.psum(more * local_routing.share.sum(), "expert").sum()
+            return local_routing._replace(share=local_routing.share + 1e-9 * more)
 
         replace(monkeypatch, partition, "own_experts", twice)
     sent, wanted = sent_by(how, 2)
@@ -297,14 +297,14 @@ def test_trees_of_trained_heads_keep_the_answers(method: Any) -> None:
     }
     folder = ROOT / "jaxkv/bundled_models" / f"stdlib-bytes-{method}"
     heads: Any = {"speculate": SpeculationConfig(method, heads_folder=folder)}
-    found = []
+    token_lists = []
     for mesh in (None, make_mesh(context=4)):
         how: Any = {} if mesh is None else heads
         engine = jaxkv.Engine.load(BUNDLED, mesh=mesh, **bounds, **how)
         asks = [Sampling.greedy(max_tokens=40), Sampling(max_tokens=40, seed=3)]
-        each = engine.generate(["import os\n", "class A:\n"], asks)
-        found.append([one.answers[0].tokens for one in each])
-    assert found[0] == found[1]
+        completions = engine.generate(["import os\n", "class A:\n"], asks)
+        token_lists.append([one.answers[0].tokens for one in completions])
+    assert token_lists[0] == token_lists[1]
 
 
 @pytest.mark.slow
@@ -319,10 +319,10 @@ def test_pages_are_never_sent_nor_copied() -> None:
         program = engine.core.lower().compile()
         sent = parallel.find_collectives(program.as_text())
         # In decode, states are summed; in mixed passes devices divide the rows.
-        kinds = collections.Counter(each.kind for each in sent)
+        kinds = collections.Counter(collective.kind for collective in sent)
         assert kinds == {"all-reduce": 2 * 2 + 1, "all-gather": 2, "all-to-all": 2 * 2}
-        for each in sent:
-            assert all(num_pages not in sides for _, sides in each.shapes)
+        for collective in sent:
+            assert all(num_pages not in sides for _, sides in collective.shapes)
         leaves = jax.tree.leaves(engine.core.state.pages)
         pool = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
         assert pool * 2 == sum(leaf.nbytes for leaf in leaves)
@@ -387,11 +387,11 @@ def test_attention_over_parts_equals_the_whole(
 
     specs = layout.pages_specs(pages)
     mesh = make_mesh(context=num)
-    given = specs, layout.REPLICATED, layout.REPLICATED
-    run = layout.map_over_mesh(attend, mesh, given, [layout.REPLICATED, PARTS])
-    found = jax.jit(run)(layout.place_tree(pages, specs, mesh), q, rows)
+    in_specs = specs, layout.REPLICATED, layout.REPLICATED
+    run = layout.map_over_mesh(attend, mesh, in_specs, [layout.REPLICATED, PARTS])
+    outputs = jax.jit(run)(layout.place_tree(pages, specs, mesh), q, rows)
     # Results of all rows on every device, and of each device's own rows.
-    for one in found:
+    for one in outputs:
         wanted = attend(pages, q, rows)[0]
         np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-5)
 
@@ -403,23 +403,25 @@ def test_local_places_equal_enumeration(num: int) -> None:
     length = 31
 
     def count(place: Any) -> Any:
-        own = jnp.arange(12, dtype=jnp.int32)
-        found = (
+        local_places = jnp.arange(12, dtype=jnp.int32)
+        place_pairs = (
             page_parts.last_local_place(place, part=part),
-            page_parts.global_place(own, part=part),
+            page_parts.global_place(local_places, part=part),
         )
-        return jax.tree.map(lambda x: x[None], found)
+        return jax.tree.map(lambda x: x[None], place_pairs)
 
     places = jnp.arange(-1, length, dtype=jnp.int32)
     run = layout.map_over_mesh(
         count, make_mesh(context=num), (layout.REPLICATED,), PARTS
     )
-    last, whole = map(np.asarray, jax.jit(run)(places))
+    last, global_places = map(np.asarray, jax.jit(run)(places))
     for device in range(num):
-        own = [x for x in range(500) if x % (part * num) // part == device]
-        assert whole[device].tolist() == own[:12]
-        seen = [sum(x <= place for x in own) - 1 for place in range(-1, length)]
-        assert last[device].tolist() == seen
+        device_places = [x for x in range(500) if x % (part * num) // part == device]
+        assert global_places[device].tolist() == device_places[:12]
+        last_places = [
+            sum(x <= place for x in device_places) - 1 for place in range(-1, length)
+        ]
+        assert last[device].tolist() == last_places
 
 
 def test_device_states_merge_pairwise() -> None:
@@ -432,17 +434,17 @@ def test_device_states_merge_pairwise() -> None:
     def merge(out: Any, lse: Any) -> Any:
         state = api.AttentionState(out[0], lse[0])
         ways = api.merge_devices, api.merge_own_rows
-        return [way(state, "context") for way in ways]
+        return [merge_fn(state, "context") for merge_fn in ways]
 
-    made = [layout.REPLICATED, PARTS]
-    run = layout.map_over_mesh(merge, make_mesh(context=4), (PARTS, PARTS), made)
+    out_specs = [layout.REPLICATED, PARTS]
+    run = layout.map_over_mesh(merge, make_mesh(context=4), (PARTS, PARTS), out_specs)
     states = [api.AttentionState(*x) for x in zip(out, lse, strict=True)]
     wanted = functools.reduce(api.merge_states, states)
-    for found in jax.jit(run)(out, lse):
-        np.testing.assert_allclose(found.out, wanted.out, rtol=0, atol=1e-6)
-        np.testing.assert_allclose(found.lse, wanted.lse, rtol=1e-6)
-        assert np.all(np.asarray(found.out)[2] == 0)
-        assert np.all(np.isneginf(np.asarray(found.lse)[2]))
+    for merged_state in jax.jit(run)(out, lse):
+        np.testing.assert_allclose(merged_state.out, wanted.out, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(merged_state.lse, wanted.lse, rtol=1e-6)
+        assert np.all(np.asarray(merged_state.out)[2] == 0)
+        assert np.all(np.isneginf(np.asarray(merged_state.lse)[2]))
 
 
 def test_indivisible_sizes_are_refused() -> None:

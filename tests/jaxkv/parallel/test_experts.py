@@ -41,9 +41,9 @@ def routing(num_rows: int, seed: int) -> Routing:
     )
 
 
-def kept(found: Routing, capacity: int) -> np.ndarray:
+def stored_choices(routes: Routing, capacity: int) -> np.ndarray:
     """Returns the choices that get a place, one after another (slow reference)."""
-    expert = np.asarray(found.expert)
+    expert = np.asarray(routes.expert)
     taken = np.zeros(EXPERTS, int)
     is_kept = np.zeros(expert.shape, bool)
     for choice in range(expert.shape[1]):
@@ -54,38 +54,42 @@ def kept(found: Routing, capacity: int) -> np.ndarray:
     return is_kept
 
 
-def mixed(x: np.ndarray, found: Routing, is_kept: np.ndarray) -> np.ndarray:
+def mixed(x: np.ndarray, routes: Routing, is_kept: np.ndarray) -> np.ndarray:
     """Returns the experts' outputs, choice by choice."""
     y = np.zeros((len(x), WEIGHT.shape[2]))
     for row, choice in zip(*np.nonzero(is_kept), strict=True):
-        expert = int(found.expert[row, choice])
-        y[row] += float(found.share[row, choice]) * (x[row] @ WEIGHT[expert])
+        expert = int(routes.expert[row, choice])
+        y[row] += float(routes.share[row, choice]) * (x[row] @ WEIGHT[expert])
     return y
 
 
-def divided(p: int, function: Any, x: Any, found: Routing) -> np.ndarray:
+def divided(p: int, function: Any, x: Any, routes: Routing) -> np.ndarray:
     """Runs a function of rows, routing and weights on p devices."""
     mesh = jax.make_mesh(
         (p,), (experts.EXPERT,), (AxisType.Auto,), devices=jax.devices()[:p]
     )
     parts = PartitionSpec(experts.EXPERT)
     run = jax.shard_map(function, mesh=mesh, in_specs=parts, out_specs=parts)
-    return np.asarray(jax.jit(run)(jnp.asarray(x), found, jnp.asarray(WEIGHT)))
+    return np.asarray(jax.jit(run)(jnp.asarray(x), routes, jnp.asarray(WEIGHT)))
 
 
 def check_places(capacity: int) -> None:
-    found = routing(ROWS, 3)
-    places = experts.assign_places(found.expert, num_experts=EXPERTS, capacity=capacity)
-    is_kept = kept(found, capacity)
+    routes = routing(ROWS, 3)
+    places = experts.assign_places(
+        routes.expert, num_experts=EXPERTS, capacity=capacity
+    )
+    is_kept = stored_choices(routes, capacity)
     place = np.asarray(places.place)
     assert ((place < EXPERTS * capacity) == is_kept).all()
     rows, choices = np.nonzero(is_kept)
     assert (np.asarray(places.row)[place[is_kept]] == rows).all()
-    assert (place[is_kept] // capacity == np.asarray(found.expert)[rows, choices]).all()
+    assert (
+        place[is_kept] // capacity == np.asarray(routes.expert)[rows, choices]
+    ).all()
     assert len({*place[is_kept].tolist()}) == len(rows)
     empty = np.setdiff1d(np.arange(EXPERTS * capacity), place[is_kept])
     assert (np.asarray(places.row)[empty] == ROWS).all()
-    dropped = experts.dropped_fraction(found, capacity=capacity)
+    dropped = experts.dropped_fraction(routes, capacity=capacity)
     assert float(dropped) == pytest.approx(1 - is_kept.mean(), abs=1e-6)
 
 
@@ -98,40 +102,40 @@ def test_choices_have_distinct_places(capacity: int) -> None:
 @pytest.mark.parametrize("capacity", [1, 3, ROWS])
 def test_exchange_returns_rows_with_places(p: int, capacity: int) -> None:
     x = RNG.normal(size=(p * ROWS, WIDTH)).astype(np.float32)
-    found = routing(p * ROWS, 5)
+    routes = routing(p * ROWS, 5)
 
-    def of_device(x: Any, found: Routing, weight: Any) -> Any:
+    def of_device(x: Any, routes: Routing, weight: Any) -> Any:
         answer = functools.partial(jnp.einsum, "erh,ehw->erw")
         return experts.exchange(
-            x, found, lambda rows: answer(rows, weight), capacity=capacity
+            x, routes, lambda rows: answer(rows, weight), capacity=capacity
         )
 
-    y = divided(p, of_device, x, found)
+    y = divided(p, of_device, x, routes)
     for device in range(p):
         part = slice(device * ROWS, (device + 1) * ROWS)
-        own = jax.tree.map(lambda a, part=part: a[part], found)
-        wanted = mixed(x[part], own, kept(own, capacity))
+        device_routes = jax.tree.map(lambda a, part=part: a[part], routes)
+        wanted = mixed(x[part], device_routes, stored_choices(device_routes, capacity))
         np.testing.assert_allclose(y[part], wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("p", [2, pytest.param(8, marks=pytest.mark.thorough)])
 def test_gather_rows_drops_no_choice(p: int) -> None:
     x = RNG.normal(size=(p * ROWS, WIDTH)).astype(np.float32)
-    found = routing(p * ROWS, 6)
+    routes = routing(p * ROWS, 6)
 
-    def of_device(x: Any, found: Routing, weight: Any) -> Any:
+    def of_device(x: Any, routes: Routing, weight: Any) -> Any:
         def answer(rows: Any, sizes: Any) -> Any:
             number = jnp.arange(len(rows), dtype=jnp.int32)
             expert = jnp.searchsorted(jnp.cumsum(sizes), number, side="right")
             is_own = expert < len(weight)
             all_of_them = jnp.einsum("rh,ehw->erw", rows, weight)
-            own = all_of_them[jnp.minimum(expert, len(weight) - 1), number]
-            return jnp.where(is_own[:, None], own, 0.0)
+            row_outputs = all_of_them[jnp.minimum(expert, len(weight) - 1), number]
+            return jnp.where(is_own[:, None], row_outputs, 0.0)
 
-        return experts.gather_rows(x, found, answer, num_own=len(weight))
+        return experts.gather_rows(x, routes, answer, num_own=len(weight))
 
-    y = divided(p, of_device, x, found)
-    wanted = mixed(x, found, np.ones((p * ROWS, TOP_K), bool))
+    y = divided(p, of_device, x, routes)
+    wanted = mixed(x, routes, np.ones((p * ROWS, TOP_K), bool))
     np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -169,5 +173,5 @@ def test_groups_and_biases_are_whole_on_a_mesh() -> None:
         REPLICATED,
     )
     compiled = jax.jit(run, compiler_options=engines.FAST_COMPILE)
-    found = compiled(placed, jnp.asarray(expected["ids"]))
-    np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-4)
+    mesh_logits = compiled(placed, jnp.asarray(expected["ids"]))
+    np.testing.assert_allclose(mesh_logits, expected["logits"], rtol=0, atol=1e-4)

@@ -53,12 +53,14 @@ def test_engine_on_four_h200s(how: Layout) -> None:
     report = deviceless.compile_function(
         run, *arguments, donate_argnums=1, options=options, mesh=mesh
     )
-    found = find_collectives(report.text)
+    collectives = find_collectives(report.text)
     # A step decodes with one row per slot, or is mixed with the rows of the budget.
     model = describe_config(LLAMA)
     layers = LLAMA.num_layers
-    own = ROWS // how.pages
-    first = next(i for i, x in enumerate(found) if own in x.shapes[0][1])
+    rows_per_part = ROWS // how.pages
+    first = next(
+        i for i, x in enumerate(collectives) if rows_per_part in x.shapes[0][1]
+    )
     decode = decode_traffic(model, how, batch=DRAWN)
     mixed = prefill_traffic(model, how, rows=ROWS, logit_rows=DRAWN)
     divides = how.pages > 1
@@ -70,14 +72,21 @@ def test_engine_on_four_h200s(how: Layout) -> None:
             "all-gather": 1 + layers,
             "all-to-all": 2 * layers,
         }
-    for formula, kinds, mine in (
-        (decode, wanted, found[:first]),
-        (mixed, packed, found[first:]),
+    for formula, kinds, phase_collectives in (
+        (decode, wanted, collectives[:first]),
+        (mixed, packed, collectives[first:]),
     ):
-        assert collections.Counter(each.kind for each in mine) == kinds
-        assert sum(x.sent() / x.trips for x in mine) == sum(x.forward for x in formula)
+        assert (
+            collections.Counter(collective.kind for collective in phase_collectives)
+            == kinds
+        )
+        assert sum(x.sent() / x.trips for x in phase_collectives) == sum(
+            x.forward for x in formula
+        )
     # K and V are in none of the collectives, and stay in place.
-    assert all(CONFIG.num_pages not in sides for x in found for _, sides in x.shapes)
+    assert all(
+        CONFIG.num_pages not in sides for x in collectives for _, sides in x.shapes
+    )
     pool = engine_programs.bytes_of(pages)
     assert pool * 4 == engine_programs.bytes_of(arguments[1].pages)
     assert report.alias_bytes >= pool

@@ -30,7 +30,7 @@ SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 def dots(text: str) -> list[int]:
     """Returns the multiplications of each product in a compiled program."""
     sizes: dict[str, tuple[int, ...]] = {}
-    found = []
+    products = []
     for line in text.splitlines():
         match = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (\w+\[[\d,]*\])", line)
         if match is None:
@@ -42,26 +42,30 @@ def dots(text: str) -> list[int]:
         if (dot := re.search(r" dot\(.*?%([\w.-]+)[,)]", line)) is not None:
             along = re.search(r"lhs_contracting_dims=\{(\d+)\}", line)
             assert along is not None
-            found.append(math.prod(sizes[name]) * sizes[dot[1]][int(along[1])])
-    return found
+            products.append(math.prod(sizes[name]) * sizes[dot[1]][int(along[1])])
+    return products
 
 
 @pytest.mark.parametrize(
-    ("num", "rows", "own"), [(4, MIXED, 4), (4, EVENLY, 16)], ids=["mixed", "verified"]
+    ("num", "rows", "rows_per_device"),
+    [(4, MIXED, 4), (4, EVENLY, 16)],
+    ids=["mixed", "verified"],
 )
-def test_products_of_a_mixed_pass_are_divided(num: int, rows: Rows, own: int) -> None:
+def test_products_of_a_mixed_pass_are_divided(
+    num: int, rows: Rows, rows_per_device: int
+) -> None:
     """Only attention has all rows on all devices."""
     c = dataclasses.replace(engines.MODEL, num_q_heads=8, mlp_size=44)
-    run, *given = meshes.divided(c, engines.params(c), make_mesh(context=num))
-    found = dots(run.lower(*given, rows).compile().as_text())
+    run, *operands = meshes.divided(c, engines.params(c), make_mesh(context=num))
+    products = dots(run.lower(*operands, rows).compile().as_text())
     qkv = (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim * c.hidden_size
     out = c.num_q_heads * c.head_dim * c.hidden_size
     up = 2 * c.mlp_size * c.hidden_size
     down = c.mlp_size * c.hidden_size
     for weight in (qkv, out, up, down):
-        for each in (4, 16):
-            wanted = c.num_layers if each == own else 0
-            assert found.count(weight * each) == wanted
+        for num_rows in (4, 16):
+            wanted = c.num_layers if num_rows == rows_per_device else 0
+            assert products.count(weight * num_rows) == wanted
 
 
 @pytest.mark.thorough
@@ -70,13 +74,13 @@ def test_stored_states_equal_one_device() -> None:
     c = engines.MODEL
     taps = (0, 2, 1)
     how = Layout(pages=2)
-    kept = []
+    outputs_by_mesh = []
     for mesh in (make_mesh(), make_mesh(context=how.pages)):
-        run, *given = meshes.divided(c, engines.params(c), mesh, taps=taps)
-        program = run.lower(*given, MIXED).compile()
-        kept.append(program(*given, MIXED)[1])
-    assert np.any(np.asarray(kept[0].features))
-    for one, other in zip(*map(jax.tree.leaves, kept), strict=True):
+        run, *operands = meshes.divided(c, engines.params(c), mesh, taps=taps)
+        program = run.lower(*operands, MIXED).compile()
+        outputs_by_mesh.append(program(*operands, MIXED)[1])
+    assert np.any(np.asarray(outputs_by_mesh[0].features))
+    for one, other in zip(*map(jax.tree.leaves, outputs_by_mesh), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
     formula = prefill_traffic(
         describe_config(c),
@@ -87,8 +91,8 @@ def test_stored_states_equal_one_device() -> None:
         number_bytes=4,
     )
     sent = parallel.find_collectives(program.as_text())
-    total = sum(each.sent(rank=2) for each in sent)
-    assert total == sum(each.forward for each in formula) > 0
+    total = sum(collective.sent(rank=2) for collective in sent)
+    assert total == sum(term.forward for term in formula) > 0
 
 
 @pytest.mark.parametrize("num", [2, 4])
@@ -109,17 +113,17 @@ def test_rows_are_divided_and_gathered(num: int) -> None:
         parts = row_parts.divide_rows(packed)
         wide = x.astype(jnp.bfloat16)
         assert parts.num == num
-        own = parts.shard(wide)
-        picked = parts.pick(own, jnp.asarray([7, 0, 2, 2], jnp.int32))
+        local_rows = parts.shard(wide)
+        picked = parts.pick(local_rows, jnp.asarray([7, 0, 2, 2], jnp.int32))
         same = [row_parts.ALL_ROWS.shard(x), row_parts.ALL_ROWS.gather(x)]
-        return own, [parts.gather(own), picked, *same]
+        return local_rows, [parts.gather(local_rows), picked, *same]
 
     x = jnp.arange(24, dtype=jnp.int32).reshape(3, 8)
     by_row = jax.sharding.PartitionSpec(None, "context")
-    made = by_row, REPLICATED
-    run = map_over_mesh(part, make_mesh(context=num), (REPLICATED,), made)
-    own, (whole, picked, *same) = jax.jit(run)(x)
-    for found in (own, whole, *same):
-        np.testing.assert_array_equal(found.astype(x.dtype), x)
+    out_specs = by_row, REPLICATED
+    run = map_over_mesh(part, make_mesh(context=num), (REPLICATED,), out_specs)
+    local_rows, (full_rows, picked, *same) = jax.jit(run)(x)
+    for gathered_rows in (local_rows, full_rows, *same):
+        np.testing.assert_array_equal(gathered_rows.astype(x.dtype), x)
     np.testing.assert_array_equal(picked.astype(x.dtype), x[:, [7, 0, 2, 2]])
     assert picked.dtype == jnp.bfloat16

@@ -73,11 +73,15 @@ def test_state_continues_on_other_layouts(
         return jaxkv.load_state(tmp_path / "saved", engine.config, like(alone))
 
     # Bit for bit the same, whole, and on the mesh as it was.
-    whole = load()
-    assert_equal(jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, whole))
-    placed = place_state(whole, make_mesh(**degrees))
-    for mine, its in zip(jax.tree.leaves(placed), jax.tree.leaves(state), strict=True):
-        assert mine.sharding.is_equivalent_to(its.sharding, mine.ndim)
+    loaded_state = load()
+    assert_equal(
+        jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, loaded_state)
+    )
+    placed = place_state(loaded_state, make_mesh(**degrees))
+    for placed_leaf, its in zip(
+        jax.tree.leaves(placed), jax.tree.leaves(state), strict=True
+    ):
+        assert placed_leaf.sharding.is_equivalent_to(its.sharding, placed_leaf.ndim)
     end, emitted = go_on(engine, state)
     assert sum(int(x.num_emitted.sum()) for x in emitted) > 10
     assert not engines.unfinished(end).any()
@@ -87,8 +91,8 @@ def test_state_continues_on_other_layouts(
     assert (finish_s > 0).sum() >= len(ASKS)
     assert_equal(go_on(engine, placed)[1], emitted)
     # On one device, equal tokens of every sequence.
-    there, _ = go_on(alone, load())
-    assert_equal(there.sequences.tokens, end.sequences.tokens)
+    continuation, _ = go_on(alone, load())
+    assert_equal(continuation.sequences.tokens, end.sequences.tokens)
 
 
 def test_states_that_cannot_be_saved_or_divided_are_refused(tmp_path: Path) -> None:

@@ -68,9 +68,9 @@ def on_mesh(config: ModelConfig, params: Any, degree: int) -> tuple[Any, Any]:
 
 
 def large(program: Any) -> list[collectives.Collective]:
-    found = collectives.find_collectives(program.as_text())
-    assert all(each.is_sure for each in found)
-    return [each for each in found if each.sent(rank=2)]
+    exchanges = collectives.find_collectives(program.as_text())
+    assert all(exchange.is_sure for exchange in exchanges)
+    return [exchange for exchange in exchanges if exchange.sent(rank=2)]
 
 
 @pytest.mark.parametrize(
@@ -94,29 +94,31 @@ def check_family(family: str, degree: int) -> None:
     config = loaded.config
     params = loaded.params
     program, placed = on_mesh(config, params, degree)
-    found = np.asarray(program(placed, jnp.asarray(TOKENS)))
-    whole = models.logits(params, jnp.asarray(TOKENS), config=config)
-    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-4)
+    sharded_logits = np.asarray(program(placed, jnp.asarray(TOKENS)))
+    full_logits = models.logits(params, jnp.asarray(TOKENS), config=config)
+    np.testing.assert_allclose(sharded_logits, full_logits, rtol=0, atol=1e-4)
     # Padding words are sent, too.
     words = config.vocab_size + -config.vocab_size % degree
     padded = dataclasses.replace(describe_config(config), vocab_size=words)
     formula = decode_traffic(
         padded, Layout(tensor=degree), batch=TOKENS.size, number_bytes=4
     )
-    sent = sum(each.sent(rank=2) for each in large(program))
-    assert sent == sum(each.forward for each in formula)
+    sent = sum(exchange.sent(rank=2) for exchange in large(program))
+    assert sent == sum(term.forward for term in formula)
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_bytes_grow_with_the_layers(num_layers: int) -> None:
     config = dataclasses.replace(engines.MODEL, num_layers=num_layers, vocab_size=64)
     program, _ = on_mesh(config, engines.params(config), 2)
-    found = large(program)
-    reduces = [each for each in found if each.kind == "all-reduce"]
+    exchanges = large(program)
+    reduces = [exchange for exchange in exchanges if exchange.kind == "all-reduce"]
     assert len(reduces) == 1 + 2 * num_layers
     block = TOKENS.size * config.hidden_size * 4
-    assert {each.sent(rank=2) for each in reduces} == {2 * 1 / 2 * block}
-    assert [each.kind for each in found if each not in reduces] == ["all-gather"]
+    assert {exchange.sent(rank=2) for exchange in reduces} == {2 * 1 / 2 * block}
+    assert [exchange.kind for exchange in exchanges if exchange not in reduces] == [
+        "all-gather"
+    ]
 
 
 def test_surplus_collectives_are_detected() -> None:
@@ -125,8 +127,8 @@ def test_surplus_collectives_are_detected() -> None:
     placed = tensor.place_params(config, engines.params(config), mesh)
 
     def wasteful(params: Any, tokens: Any) -> Any:
-        found = models.logits(params, tokens, config=config)
-        return jax.lax.psum(found, "tensor")
+        logits = models.logits(params, tokens, config=config)
+        return jax.lax.psum(logits, "tensor")
 
     specs = specs_on(placed, mesh), REPLICATED
     run = map_over_mesh(wasteful, mesh, specs, REPLICATED)
@@ -137,8 +139,8 @@ def test_surplus_collectives_are_detected() -> None:
         batch=TOKENS.size,
         number_bytes=4,
     )
-    more = sum(each.sent(rank=2) for each in large(program))
-    assert more - sum(each.forward for each in formula) == TOKENS.size * 64 * 4
+    more = sum(exchange.sent(rank=2) for exchange in large(program))
+    assert more - sum(term.forward for term in formula) == TOKENS.size * 64 * 4
 
 
 def test_trips_of_loops_are_counted() -> None:
@@ -151,10 +153,12 @@ def test_trips_of_loops_are_counted() -> None:
 
     run = map_over_mesh(looped, mesh, REPLICATED, REPLICATED)
     text = str(jax.jit(run).lower(jnp.ones((3, 7))).compile().as_text())
-    found = {each.is_sure: each for each in collectives.find_collectives(text)}
-    assert found[True].trips == 5
-    assert found[True].sent() == 2 * 3 / 4 * 3 * 7 * 4 * 5
-    assert found[False].trips == 1
+    by_certainty = {
+        exchange.is_sure: exchange for exchange in collectives.find_collectives(text)
+    }
+    assert by_certainty[True].trips == 5
+    assert by_certainty[True].sent() == 2 * 3 / 4 * 3 * 7 * 4 * 5
+    assert by_certainty[False].trips == 1
 
 
 @pytest.mark.parametrize(
@@ -187,8 +191,8 @@ def test_parameters_on_another_mesh_are_refused() -> None:
 def test_devices_receive_their_parts_only() -> None:
     mesh = make_mesh(tensor=4)
     place = functools.partial(tensor.make_placer, mesh=mesh)
-    found = load_model(GOLDEN / "llama", place=place).params
-    layer = found["layers"][0]
+    placed_params = load_model(GOLDEN / "llama", place=place).params
+    layer = placed_params["layers"][0]
     for weight, axis in ((layer["up"], 1), (layer["down"], 1), (layer["out"], 1)):
         array = weight["weight"]
         shards = [shard.data.shape[axis] for shard in array.addressable_shards]
@@ -196,10 +200,14 @@ def test_devices_receive_their_parts_only() -> None:
     # Two KV heads: each is copied, with half of its queries.
     plain = load_model(GOLDEN / "llama").params["layers"][0]
     qkv = np.asarray(layer["qkv"]["weight"])
-    whole = np.asarray(plain["qkv"]["weight"])
-    assert (len(qkv), len(whole)) == (4, 2)
-    np.testing.assert_array_equal(qkv[:, -2:], np.repeat(whole[:, -2:], 2, axis=0))
-    np.testing.assert_array_equal(qkv[:, :-2].reshape(-1), whole[:, :-2].reshape(-1))
+    full_weight = np.asarray(plain["qkv"]["weight"])
+    assert (len(qkv), len(full_weight)) == (4, 2)
+    np.testing.assert_array_equal(
+        qkv[:, -2:], np.repeat(full_weight[:, -2:], 2, axis=0)
+    )
+    np.testing.assert_array_equal(
+        qkv[:, :-2].reshape(-1), full_weight[:, :-2].reshape(-1)
+    )
 
 
 @pytest.mark.thorough
@@ -257,15 +265,15 @@ def test_trained_heads_keep_the_answers(method: Any) -> None:
         "token_budget": 80,
     }
     asks = [Sampling.greedy(max_tokens=40), Sampling(max_tokens=40, seed=3)]
-    found = []
+    token_lists = []
     for mesh in (None, make_mesh(tensor=2), make_mesh(tensor=4)):
         folder = ROOT / "jaxkv/bundled_models" / f"stdlib-bytes-{method}"
         heads = SpeculationConfig(method, heads_folder=folder)
         how: Any = {} if mesh is None else {"speculate": heads}
         engine = jaxkv.Engine.load(BUNDLED, mesh=mesh, **fields, **how)
-        each = engine.generate(["import os\n", "class A:\n"], asks)
-        found.append([one.answers[0].tokens for one in each])
-    assert found[0] == found[1] == found[2]
+        completions = engine.generate(["import os\n", "class A:\n"], asks)
+        token_lists.append([one.answers[0].tokens for one in completions])
+    assert token_lists[0] == token_lists[1] == token_lists[2]
 
 
 @pytest.mark.slow
@@ -278,9 +286,9 @@ def test_pages_are_never_sent_nor_copied() -> None:
         fields: Any = bounds | {"num_pages": num_pages}
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
         program = engine.core.lower().compile()
-        for each in collectives.find_collectives(program.as_text()):
-            assert all(num_pages not in sides for _, sides in each.shapes)
-            assert each.kind in ("all-reduce", "all-gather")
+        for exchange in collectives.find_collectives(program.as_text()):
+            assert all(num_pages not in sides for _, sides in exchange.shapes)
+            assert exchange.kind in ("all-reduce", "all-gather")
         memory = program.memory_analysis()
         pool = sum(
             leaf.addressable_shards[0].data.nbytes

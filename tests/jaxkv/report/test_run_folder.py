@@ -33,11 +33,11 @@ def make_run(
 def test_a_run_folder_is_complete_and_reads_back(
     tmp_path: Path, experiment: Experiment
 ) -> None:
-    made = make_run(tmp_path, experiment, name="a run", num_points=3)
+    written_run = make_run(tmp_path, experiment, name="a run", num_points=3)
     assert {path.name for path in tmp_path.iterdir()} == FILES
 
     run = run_folder.read_run(tmp_path, experiment)
-    assert run.config == made.config
+    assert run.config == written_run.config
     assert run.config.limit == math.inf
     np.testing.assert_array_equal(run.result.done, [0, 1, 2])
     assert run.result.tail == (1.5, "µ|s")

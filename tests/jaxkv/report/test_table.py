@@ -113,9 +113,9 @@ def test_a_result_is_saved_and_reported(loads: Loads, tmp_path) -> None:
 
 def test_columns_by_name_become_rows() -> None:
     columns = {"tokens": np.array([1, 2]), "is_same": np.array([True, False])}
-    found = to_rows(columns)
-    assert found == [{"tokens": 1, "is_same": True}, {"tokens": 2, "is_same": False}]
-    assert type(found[0]["tokens"]) is int
+    rows = to_rows(columns)
+    assert rows == [{"tokens": 1, "is_same": True}, {"tokens": 2, "is_same": False}]
+    assert type(rows[0]["tokens"]) is int
     assert to_rows({"tokens": np.zeros(0)}) == []
 
 

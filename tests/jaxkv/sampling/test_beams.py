@@ -92,21 +92,21 @@ def drive(
 
 def answers_of(rows: jax.Array, scores: jax.Array) -> list[Answer]:
     """Returns the answers among the rows; checks that rows have no gaps."""
-    found = []
+    answers = []
     for row, score in zip(np.asarray(rows), np.asarray(scores), strict=True):
         length = int((row >= 0).sum())
         assert (row[:length] >= 0).all()
         assert (length > 0) == (score > -np.inf)
-        found.append(Answer(float(score), tuple(row[:length].tolist())))
-    num = sum(1 for answer in found if answer.tokens)
-    assert not any(answer.tokens for answer in found[num:])
-    return found[:num]
+        answers.append(Answer(float(score), tuple(row[:length].tolist())))
+    num = sum(1 for answer in answers if answer.tokens)
+    assert not any(answer.tokens for answer in answers[num:])
+    return answers[:num]
 
 
-def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
-    assert [answer.tokens for answer in found] == [row.tokens for row in expected]
+def assert_equal(answers: list[Answer], expected: list[Answer]) -> None:
+    assert [answer.tokens for answer in answers] == [row.tokens for row in expected]
     np.testing.assert_allclose(
-        [answer.score for answer in found],
+        [answer.score for answer in answers],
         [row.score for row in expected],
         rtol=1e-5,
         atol=1e-5,
@@ -129,10 +129,12 @@ def reference_search(model: Model, params: BeamParams) -> list[Answer]:
             for token, logprob in enumerate(logprobs_of(model(prefix)))
         ]
         candidates.sort(key=lambda candidate: -candidate[0])
-        going = [each for each in candidates if each[1][-1] not in stops]
+        going = [candidate for candidate in candidates if candidate[1][-1] not in stops]
         if length == limit:
             going = []
-        ended = [each for each in candidates[:width] if each not in going]
+        ended = [
+            candidate for candidate in candidates[:width] if candidate not in going
+        ]
         answers += [Answer(total / length**penalty, row) for total, row in ended]
         answers = sorted(answers, key=lambda answer: -answer.score)[:width]
         running = going[:width]
@@ -287,10 +289,10 @@ def test_unroll_follows_back_pointers() -> None:
     beam = np.asarray([0, 3, 3, 1, 2, 0], np.int32)
     length = np.asarray([11, 7, 1, 0, 10, 2], np.int32)
     expected = np.full((len(beam), places), beam_search.NO_BEAM)
-    for end, (here, num) in enumerate(zip(beam, length, strict=True)):
+    for end, (node, num) in enumerate(zip(beam, length, strict=True)):
         for place in reversed(range(num)):
-            expected[end, place] = here
-            here = parents[here, place]
+            expected[end, place] = node
+            node = parents[node, place]
     np.testing.assert_array_equal(unroll(parents, beam, length), expected)
 
 

@@ -113,27 +113,27 @@ def test_make_params_stacks_requests() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
 def test_keys_are_those_of_jax(seed: int) -> None:
     key = jax.random.key(seed, impl="threefry2x32")
-    own = random_keys.request_key(seed, engine_seed=3, request_id=5)
-    np.testing.assert_array_equal(own, jax.random.key_data(key))
+    request_key = random_keys.request_key(seed, engine_seed=3, request_id=5)
+    np.testing.assert_array_equal(request_key, jax.random.key_data(key))
     np.testing.assert_array_equal(
         random_keys.request_key(None, engine_seed=seed, request_id=2**32 - 1),
         jax.random.key_data(jax.random.fold_in(key, np.uint32(2**32 - 1))),
     )
     sample = jnp.array([[0, 3]], jnp.int32)
     position = jnp.array([[7, 9]], jnp.int32)
-    drawn = random_keys.draw_key(
-        jnp.broadcast_to(own, (1, 2, 2)), sample, position, random_keys.ACCEPT
+    draw_keys = random_keys.draw_key(
+        jnp.broadcast_to(request_key, (1, 2, 2)), sample, position, random_keys.ACCEPT
     )
-    for each in range(2):
+    for index in range(2):
         folded = key
-        for data in (sample[0, each], position[0, each], random_keys.ACCEPT):
+        for data in (sample[0, index], position[0, index], random_keys.ACCEPT):
             folded = jax.random.fold_in(folded, data)
-        np.testing.assert_array_equal(drawn[0, each], jax.random.key_data(folded))
+        np.testing.assert_array_equal(draw_keys[0, index], jax.random.key_data(folded))
 
 
 def test_64_bit_seeds() -> None:
-    own = random_keys.request_key(2**64 - 2, engine_seed=0, request_id=0)
-    assert own.tolist() == [2**32 - 1, 2**32 - 2]
+    request_key = random_keys.request_key(2**64 - 2, engine_seed=0, request_id=0)
+    assert request_key.tolist() == [2**32 - 1, 2**32 - 2]
     for bad in ({"seed": -1}, {"seed": None, "engine_seed": 2**64}, {"request_id": -1}):
         fields: dict[str, Any] = {"seed": 0, "engine_seed": 0, "request_id": 0} | bad
         with pytest.raises(ValueError, match="must be in"):
@@ -170,8 +170,8 @@ def test_uniform_probabilities() -> None:
     key = jax.random.wrap_key_data(keys[1], impl="threefry2x32")
     bits = np.asarray(jax.random.bits(key, (50_000,)), np.float64)
     np.testing.assert_allclose(uniform[1], bits / 2**32, rtol=1e-6)
-    most = jnp.array([[2**32 - 1, 2**32 - 128, 2**32 - 129, 0]], jnp.uint32)
-    below = random_keys._below_one(most.astype(jnp.float32) * 2.0**-32)
+    largest = jnp.array([[2**32 - 1, 2**32 - 128, 2**32 - 129, 0]], jnp.uint32)
+    below = random_keys._below_one(largest.astype(jnp.float32) * 2.0**-32)
     assert (below < 1).tolist() == [[True] * 4]
     assert below[0, 3] == 0
 
@@ -259,9 +259,11 @@ def test_cut_offs_equal_a_full_sort(vocab: int) -> None:
     cases = [(row, cut) for row in hard_rows(vocab, vocab) for cut in CUTS]
     logits = jnp.asarray(np.stack([row for row, _ in cases]).astype(np.float32))
     params = params_of([cut for _, cut in cases])
-    few, many = (jitted("keep_mask", max_candidates=n)(logits, params) for n in (4, 64))
+    few, wide_mask = (
+        jitted("keep_mask", max_candidates=n)(logits, params) for n in (4, 64)
+    )
     # Either algorithm keeps the same tokens of a row.
-    np.testing.assert_array_equal(few, many)
+    np.testing.assert_array_equal(few, wide_mask)
     excused = 0
     for row, ours, (_, cut) in zip(logits, few, cases, strict=True):
         mask, sure = kept_slowly(np.asarray(row), cut)
@@ -283,12 +285,12 @@ def test_probabilities_equal_numpy() -> None:
     cases = [(row, cut) for row in hard_rows(vocab, 1) for cut in CUTS[::2]]
     logits = np.stack([row for row, _ in cases]).astype(np.float32)
     params = params_of([cut for _, cut in cases])
-    found = np.asarray(jitted("probabilities")(jnp.asarray(logits), params))
-    kept = np.asarray(jitted("keep_mask")(jnp.asarray(logits), params))
+    probs = np.asarray(jitted("probabilities")(jnp.asarray(logits), params))
+    masks = np.asarray(jitted("keep_mask")(jnp.asarray(logits), params))
     for place, (_, cut) in enumerate(cases):
         row = np.asarray(logits[place])
-        law = found[place]
-        mask = kept[place]
+        law = probs[place]
+        mask = masks[place]
         assert not law[~mask].any()
         assert mask.any() or not law.any()
         if cut.temperature == 0:
@@ -310,8 +312,8 @@ def test_draws_follow_probabilities() -> None:
     law = np.asarray(jitted("probabilities")(logits[None], rows_of(params, [0]))[0])
     assert 0 < (law > 0).sum() < vocab
     batch = jnp.broadcast_to(logits, (draws, vocab))
-    drawn = jitted("sample")(batch, params, jnp.arange(draws, dtype=jnp.int32))
-    observed = np.bincount(drawn.token, minlength=vocab)
+    samples = jitted("sample")(batch, params, jnp.arange(draws, dtype=jnp.int32))
+    observed = np.bincount(samples.token, minlength=vocab)
     assert chi_square(observed, law) > 1e-3
     assert np.abs(observed / draws - law).sum() / 2 < 0.02
 
@@ -321,8 +323,8 @@ def test_probabilities_do_not_depend_on_the_batch() -> None:
     logits, params, *_ = one_batch()
     together = jitted("probabilities")(logits, params)
     for rows in (*([row] for row in range(8)), [1, 7], [3, 1, 0, 6, 2]):
-        own = jitted("probabilities")(*rows_of((logits, params), rows))
-        np.testing.assert_array_equal(own, together[np.array(rows)])
+        row_probs = jitted("probabilities")(*rows_of((logits, params), rows))
+        np.testing.assert_array_equal(row_probs, together[np.array(rows)])
 
 
 # Draws
@@ -352,17 +354,17 @@ def test_draws_follow_enumerated_distribution() -> None:
     sample = jitted("sample", max_candidates=10)
     for number, request in enumerate(LAWS):
         params = rows_of(params_of([request], engine_seed=number), [0] * draws)
-        drawn = sample(batch, params, positions)
+        samples = sample(batch, params, positions)
         mask, _ = kept_slowly(logits, request)
         weights = np.where(mask, np.exp(logits / np.float32(request.temperature)), 0)
         law = weights / weights.sum()
         ours = jitted("probabilities")(batch[:1], rows_of(params, [0]))[0]
         np.testing.assert_allclose(ours, law, rtol=1e-5, atol=1e-9)
-        observed = np.bincount(drawn.token, minlength=vocab)
+        observed = np.bincount(samples.token, minlength=vocab)
         assert chi_square(observed, law) > 1e-3, request
         assert np.abs(observed / draws - law).sum() / 2 < 0.04, request
         np.testing.assert_allclose(
-            drawn.logprob, jax.nn.log_softmax(batch)[0, drawn.token], atol=1e-5
+            samples.logprob, jax.nn.log_softmax(batch)[0, samples.token], atol=1e-5
         )
     assert sample._cache_size() == 1
 
@@ -373,14 +375,14 @@ def test_neighbouring_positions_samples_and_requests_are_independent() -> None:
     draws = 4000
     vocab = 4
     logits = jnp.full((draws, 16), -INF, jnp.float32).at[:, :vocab].set(0)
-    here = jnp.arange(draws, dtype=jnp.int32)
+    places = jnp.arange(draws, dtype=jnp.int32)
     base = rows_of(params_of([Sampling(seed=11)]), [0] * draws)
     sample = jitted("sample", max_candidates=10)
-    first = sample(logits, base, here).token
+    first = sample(logits, base, places).token
     others = (
-        (base, here + 1),
-        (base._replace(sample=base.sample + 1), here),
-        (rows_of(params_of([Sampling(seed=12)]), [0] * draws), here),
+        (base, places + 1),
+        (base._replace(sample=base.sample + 1), places),
+        (rows_of(params_of([Sampling(seed=12)]), [0] * draws), places),
     )
     for params, positions in others:
         second = sample(logits, params, positions).token
@@ -434,18 +436,18 @@ def test_a_row_whose_raw_logits_are_not_finite_is_flagged() -> None:
     # Infinities that the caller, not the model, set in the logits are valid.
     masked = logits.at[:, 3].set(INF).at[:, 4:50].set(-INF)
     for params_of_all in (params, greedy_params(8)):
-        drawn = sample(masked, params_of_all, positions, raw=jnp.asarray(raw))
+        samples = sample(masked, params_of_all, positions, raw=jnp.asarray(raw))
         broken = [row in (1, 2, 5) for row in range(8)]
-        assert drawn.invalid.tolist() == broken
-        assert drawn.token.tolist() == [0 if row else 3 for row in broken]
+        assert samples.invalid.tolist() == broken
+        assert samples.token.tolist() == [0 if row else 3 for row in broken]
 
 
 @pytest.mark.thorough
 def test_a_row_does_not_depend_on_its_batch() -> None:
     together = sample(*one_batch())
     for row in range(8):
-        own = sample(*rows_of(one_batch(), [row]))
-        for field, other in zip(own, together, strict=True):
+        row_sample = sample(*rows_of(one_batch(), [row]))
+        for field, other in zip(row_sample, together, strict=True):
             np.testing.assert_array_equal(field[0], other[row])
     rng = np.random.default_rng(4)
     for _ in range(20):
@@ -454,11 +456,13 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         logits, params, positions, scored = rows_of(one_batch(), rows)
         broken = rng.random(8) < 0.2
         logits = jnp.where(broken[:, None] & (logits > 1), jnp.nan, logits)
-        drawn = sample(logits, params, positions, scored)
-        np.testing.assert_array_equal(drawn.invalid, broken)
+        samples = sample(logits, params, positions, scored)
+        np.testing.assert_array_equal(samples.invalid, broken)
         fine = np.flatnonzero(~broken)
-        np.testing.assert_array_equal(drawn.token[fine], together.token[rows[fine]])
-        np.testing.assert_array_equal(drawn.logprob[fine], together.logprob[rows[fine]])
+        np.testing.assert_array_equal(samples.token[fine], together.token[rows[fine]])
+        np.testing.assert_array_equal(
+            samples.logprob[fine], together.logprob[rows[fine]]
+        )
     assert jitted("sample", max_candidates=8)._cache_size() == 2
 
 
@@ -473,26 +477,26 @@ def test_greedy_rows_take_the_first_best_token_on_every_path() -> None:
         assert mixed.logprob[row] == greedy.logprob[row]
     # Top-k of one token, or top-p that the first token reaches, is greedy as well.
     for one in (Sampling(top_k=1), Sampling(top_p=1e-9)):
-        drawn = sample(logits, params_of([one] * 8), positions)
-        np.testing.assert_array_equal(drawn.token, greedy.token)
+        samples = sample(logits, params_of([one] * 8), positions)
+        np.testing.assert_array_equal(samples.token, greedy.token)
 
 
 def test_logprobs_only_where_requested() -> None:
     everything = sample(*one_batch())
     for scored in (np.arange(8) % 3 == 0, np.zeros(8, bool)):
-        drawn = sample(*one_batch()[:3], jnp.asarray(scored))
-        np.testing.assert_array_equal(drawn.token, everything.token)
+        samples = sample(*one_batch()[:3], jnp.asarray(scored))
+        np.testing.assert_array_equal(samples.token, everything.token)
         expected = np.where(scored, everything.logprob, 0)
-        np.testing.assert_array_equal(drawn.logprob, expected)
+        np.testing.assert_array_equal(samples.logprob, expected)
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits, params, positions, _ = one_batch()
     raw = jnp.flip(logits, axis=1)
-    drawn = sample(logits, params, positions, raw=raw)
-    exact = jax.nn.log_softmax(raw)[np.arange(8), drawn.token]
-    np.testing.assert_allclose(drawn.logprob, exact, atol=1e-5)
-    np.testing.assert_array_equal(drawn.token, sample(*one_batch()).token)
+    samples = sample(logits, params, positions, raw=raw)
+    exact = jax.nn.log_softmax(raw)[np.arange(8), samples.token]
+    np.testing.assert_allclose(samples.logprob, exact, atol=1e-5)
+    np.testing.assert_array_equal(samples.token, sample(*one_batch()).token)
 
 
 def test_invalid_rows_are_flagged() -> None:
@@ -504,10 +508,10 @@ def test_invalid_rows_are_flagged() -> None:
     rows[3, [5, 9]] = INF, -INF
     rows[4, :-1] = -INF
     rows = jnp.asarray(rows)
-    drawn = sample(rows, params, positions, raw=logits)
-    assert drawn.invalid.tolist() == [True] * 3 + [False] * 5
-    assert drawn.token[:5].tolist() == [0, 0, 0, 5, 388]
-    logprob = sampler.token_logprobs(rows, drawn.token)
+    samples = sample(rows, params, positions, raw=logits)
+    assert samples.invalid.tolist() == [True] * 3 + [False] * 5
+    assert samples.token[:5].tolist() == [0, 0, 0, 5, 388]
+    logprob = sampler.token_logprobs(rows, samples.token)
     assert np.isnan(logprob).tolist() == [True] * 3 + [False] * 5
     assert logprob[3:5].tolist() == [0, 0]
     # As the model's own logits, infinities would make these rows invalid too.
@@ -519,8 +523,8 @@ def test_vmap_equals_single_calls() -> None:
     *arrays, scored = one_batch()
     states = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(x, axis=0)]), arrays)
     draw = functools.partial(sampler.sample, keep_logprobs=scored, max_candidates=8)
-    drawn = jax.jit(jax.vmap(draw))(*states)
-    for both, one in zip(drawn, sample(*one_batch()), strict=True):
+    samples = jax.jit(jax.vmap(draw))(*states)
+    for both, one in zip(samples, sample(*one_batch()), strict=True):
         np.testing.assert_array_equal(both[0], one)
         np.testing.assert_array_equal(both[1], jnp.flip(one, axis=0))
 
@@ -554,8 +558,8 @@ def test_logprobs_equal_a_log_softmax(vocab: int) -> None:
     exact = logits.astype(np.float64)
     exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
     tokens = rng.integers(0, vocab, 5).astype(np.int32)
-    given = jitted("token_logprobs")(jnp.asarray(logits), jnp.asarray(tokens))
-    np.testing.assert_allclose(given, exact[np.arange(5), tokens], rtol=1e-6)
+    logprobs = jitted("token_logprobs")(jnp.asarray(logits), jnp.asarray(tokens))
+    np.testing.assert_allclose(logprobs, exact[np.arange(5), tokens], rtol=1e-6)
     ids, best = jitted("top_logprobs", max_logprobs=7)(jnp.asarray(logits))
     ranks = np.argsort(-logits, axis=1, kind="stable")[:, :7]
     np.testing.assert_array_equal(ids, ranks)
@@ -583,9 +587,9 @@ def test_large_vocabulary_does_not_depend_on_the_batch() -> None:
     together = draw(*arrays)
     for rows in (1, 2, 3, 5, 7, 32):
         chosen = rng.integers(0, 8, rows)
-        drawn = draw(*rows_of(arrays, chosen))
-        for own, other in zip(drawn, rows_of(together, chosen), strict=True):
-            np.testing.assert_array_equal(own, other)
+        samples = draw(*rows_of(arrays, chosen))
+        for row_field, other in zip(samples, rows_of(together, chosen), strict=True):
+            np.testing.assert_array_equal(row_field, other)
     # XLA's maximum loses NaN at this size.
     broken = draw(logits.at[3, 77].set(jnp.nan), *arrays[1:])
     assert broken.invalid.tolist() == [row == 3 for row in range(8)]
@@ -610,8 +614,10 @@ def test_one_pass_argmax_equals_several_passes(vocab: int, with_raw: bool) -> No
         jax.jit(peak)(logits, raw)
         for peak in (top_k.argmax_checked, top_k.argmax_checked_in_one_pass)
     ]
-    (top, token, invalid), (again, found, wrong) = (map(np.asarray, x) for x in both)
+    (top, token, invalid), (again, slow_token, wrong) = (
+        map(np.asarray, x) for x in both
+    )
     np.testing.assert_array_equal(wrong, invalid)
     assert 0 < invalid.sum() < len(invalid)
-    np.testing.assert_array_equal(found[~invalid], token[~invalid])
+    np.testing.assert_array_equal(slow_token[~invalid], token[~invalid])
     np.testing.assert_array_equal(again[~invalid], top[~invalid])

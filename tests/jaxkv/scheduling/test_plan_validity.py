@@ -60,8 +60,8 @@ def test_every_drawn_plan_becomes_valid(raw: Plan) -> None:
     assert (plan.num_rows >= 0).all()
     assert (plan.num_rows <= np.where(stays, c.target_length - c.length, 0)).all()
     assert (plan.head_rows >= 0).all()
-    most = np.where(plan.admit & ~c.waiting_swapped, c.waiting_tokens, 0)
-    assert (plan.head_rows <= np.maximum(most - c.waiting_cached, 0)).all()
+    admitted_tokens = np.where(plan.admit & ~c.waiting_swapped, c.waiting_tokens, 0)
+    assert (plan.head_rows <= np.maximum(admitted_tokens - c.waiting_cached, 0)).all()
     assert plan.head_rows[1] <= 4
     drafts = plan.drafts
     assert (drafts >= 0).all()
@@ -75,8 +75,10 @@ def test_every_drawn_plan_becomes_valid(raw: Plan) -> None:
     ends = np.where(plan.head_rows > 0, c.waiting_cached + plan.head_rows, 0)
     assert ((plan.head_places >= ends) & (plan.head_places <= c.max_length)).all()
     # Valid values are kept.
-    kept = np.where(stays, np.clip(raw.num_rows, 0, c.target_length - c.length), 0)
-    assert (plan.num_rows == kept).all()
+    expected_rows = np.where(
+        stays, np.clip(raw.num_rows, 0, c.target_length - c.length), 0
+    )
+    assert (plan.num_rows == expected_rows).all()
 
 
 def test_a_valid_plan_is_unchanged() -> None:

@@ -32,11 +32,14 @@ def test_one_is_preempted(victim: Any, out: list[int]) -> None:
     # The first needs a page, and there is none.
     line: Any = [(9, 8, 2), READER, SHORT, LONG]
     plan = plan_of(counts(line, free_pages=0), fcfs(victim=victim))
-    kept = [0 if gone else known for gone, (known, *_) in zip(out, line, strict=True)]
+    expected_places = [
+        0 if is_out else num_tokens
+        for is_out, (num_tokens, *_) in zip(out, line, strict=True)
+    ]
     # Decoding feeds one token per sequence, prefill the rest of 12.
-    rows = [int(not gone) for gone in out]
+    rows = [int(not is_out) for is_out in out]
     rows[1] = 0 if out[1] else 12 - rows[0] - rows[2] - rows[3]
-    check(plan, preempt=out, places=kept, num_rows=rows)
+    check(plan, preempt=out, places=expected_places, num_rows=rows)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def test_one_is_preempted(victim: Any, out: list[int]) -> None:
 def test_three_pages_are_missing(victim: Any, out: list[int]) -> None:
     line: Any = [(17, 8, 2), LONG, (16, 14, 4), SHORT]
     plan = plan_of(counts(line, free_pages=0), fcfs(victim=victim))
-    assert plan.preempt.tolist() == [bool(each) for each in out]
+    assert plan.preempt.tolist() == [bool(flag) for flag in out]
 
 
 @pytest.mark.parametrize("victim", victims.VICTIM_NAMES)
@@ -88,11 +91,11 @@ def test_the_first_is_never_preempted_and_groups_go_as_one(victim: Any) -> None:
 
 def test_pages_are_kept_as_far_as_there_is_room() -> None:
     line: Any = [(17, 8, 2), (8, 7, 2), (8, 7, 2), (8, 7, 2)]
-    for free, kept in ((9, 2), (4, 2), (3, 1), (1, 0)):
+    for free, num_swapped in ((9, 2), (4, 2), (3, 1), (1, 0)):
         c = counts(line, free_pages=0, free_swap_pages=free)
         plan = plan_of(c, fcfs(preemption="swap"))
         assert plan.preempt.tolist() == [False, False, True, True]
-        assert plan.swap.tolist() == [False, False, kept > 0, kept > 1]
+        assert plan.swap.tolist() == [False, False, num_swapped > 0, num_swapped > 1]
     # Groups are swapped as a whole; sequences without written tokens are not swapped.
     shared: Any = dict(group=[0, 1, 2, 2], swap_pages=[2, 0, 2, 2])
     c = counts(line, free_pages=0, free_swap_pages=3, **shared)

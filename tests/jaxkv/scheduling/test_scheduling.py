@@ -213,8 +213,8 @@ def test_parameters_are_swept_by_vmap() -> None:
     together = jax.vmap(lambda policy: plan_of(c, policy))(stacked)
     for index, policy in enumerate(members):
         alone = plan_of(c, policy)
-        mine = jax.tree.map(lambda x, index=index: x[index], together)
-        jax.tree.map(np.testing.assert_array_equal, alone, mine)
+        member_plan = jax.tree.map(lambda x, index=index: x[index], together)
+        jax.tree.map(np.testing.assert_array_equal, alone, member_plan)
 
 
 def test_static_reserves_the_longest_sequence_for_each_slot() -> None:
@@ -233,8 +233,8 @@ def test_static_feeds_prompts_as_the_budget_lets_it() -> None:
 @pytest.mark.parametrize("line", [[(5, 4, 5)], ["5"], ["5", (5, 4, 5)]])
 def test_static_admits_no_request_into_a_batch(line: list) -> None:
     c = counts(line, waiting=[1], free_pages=16, max_length=17)
-    runs = [int(isinstance(each, tuple)) for each in line]
-    places = [5 * each for each in runs]
+    runs = [int(isinstance(entry, tuple)) for entry in line]
+    places = [5 * run for run in runs]
     check(plan_of(c, static_batching.static()), num_rows=runs, places=places)
 
 
@@ -435,9 +435,9 @@ def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
         if is_scored:
             rows = max(0, min(rows, spare))
             spare -= min(prompt, chunk_size)
-        found = max(0, min(rows, left))
+        fed_rows = max(0, min(rows, left))
         left -= rows
-        return found
+        return fed_rows
 
     num_rows = [
         1 if need[i] == 1 else rows_of(need[i], bool(c.scored_prompt[i]))
@@ -452,8 +452,8 @@ def slow_fcfs(c: Any, chunk_size: int, watermark: int) -> dict[str, list[Any]]:
         if c.waiting[k] and not blocked:
             free -= int(c.waiting_pages[k])
             slots -= int(c.waiting_slots[k])
-            kept = 0 if is_first and not any(runs) else watermark
-            blocked = free < kept or slots < 0
+            reserve = 0 if is_first and not any(runs) else watermark
+            blocked = free < reserve or slots < 0
             is_first = False
             if not blocked:
                 tokens = int(c.waiting_tokens[k] - c.waiting_cached[k])
@@ -535,6 +535,6 @@ def test_a_queue_in_another_order() -> None:
     plan = plan_of(c, InOrder(jnp.asarray([2, 1, 3, 0], jnp.int32)))
     check(plan, admit=[0, 1, 0, 1], head_places=[0, 2, 0, 3], head_rows=[0, 2, 0, 3])
     same = plan_of(c, InOrder(jnp.arange(4, dtype=jnp.int32)))
-    for found, wanted in zip(same, plan_of(c, fcfs()), strict=True):
+    for leaf, wanted in zip(same, plan_of(c, fcfs()), strict=True):
         if wanted is not None:
-            np.testing.assert_array_equal(found, wanted)
+            np.testing.assert_array_equal(leaf, wanted)

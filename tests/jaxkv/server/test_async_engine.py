@@ -30,8 +30,8 @@ def make_engine() -> jaxkv.Engine:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[AsyncEngine]:
-    with AsyncEngine(make_engine(), model_name="tiny") as found:
-        yield found
+    with AsyncEngine(make_engine(), model_name="tiny") as async_engine:
+        yield async_engine
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def test_the_key_id_keys_the_samples_for_any_request_id(wanted) -> None:
         engine.submit(prompt, ASK, request_id=500 - i, key_id=10 + i)
         engine.submit(prompt, ASK, key_id=10 + i)
     done = [x.completion for x in engine.stream() if x.completion]
-    found = sorted((500 - x.request_id, x.tokens) for x in done if x.request_id > 400)
-    assert [tokens for _, tokens in found] == wanted
+    by_key = sorted((500 - x.request_id, x.tokens) for x in done if x.request_id > 400)
+    assert [tokens for _, tokens in by_key] == wanted
     assert sorted(x.tokens for x in done if x.request_id < 400) == sorted(wanted)
 
 
@@ -93,16 +93,16 @@ def test_a_stream_has_the_tokens_of_a_plain_engine(served, wanted) -> None:
 
     # On a loop of its own each time, and on two loops at once.
     assert [tokens_of(x) for x in asyncio.run(ask_all())] == wanted
-    found: list[Any] = []
+    event_lists: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: found.append(asyncio.run(ask_all())))
+        threading.Thread(target=lambda: event_lists.append(asyncio.run(ask_all())))
         for _ in range(2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [[tokens_of(x) for x in each] for each in found] == [wanted] * 2
+    assert [[tokens_of(x) for x in events] for events in event_lists] == [wanted] * 2
     assert served.num_running == 0
 
 
@@ -160,8 +160,10 @@ def test_all_events_of_a_call_come_in_one_wake_up(served) -> None:
             return send(function, *args, **more)
 
         loop.call_soon_threadsafe = noted
-        found = await asyncio.gather(*(events_of(served, x, LONG) for x in PROMPTS[:3]))
-        return calls.count("_put_all"), sum(map(len, found))
+        event_lists = await asyncio.gather(
+            *(events_of(served, x, LONG) for x in PROMPTS[:3])
+        )
+        return calls.count("_put_all"), sum(map(len, event_lists))
 
     num_calls, num_events = asyncio.run(count())
     assert num_calls < num_events
@@ -206,9 +208,9 @@ def test_a_stalled_request_ends_with_its_error_and_the_engine_continues() -> Non
             return await asyncio.gather(*asks, return_exceptions=True)
 
         prompts = [[7, 8, 9], [1, 2, 3, 4], [5, 6]]
-        found = asyncio.run(ask(prompts))
-        assert [type(x) for x in found] == [jaxkv.StallError] * 3
-        for prompt, error in zip(prompts, found, strict=True):
+        errors = asyncio.run(ask(prompts))
+        assert [type(x) for x in errors] == [jaxkv.StallError] * 3
+        for prompt, error in zip(prompts, errors, strict=True):
             line = rf"while request_id=\d+, {len(prompt)} prompt tokens, waits"
             assert re.search(line, str(error))
         assert served.status() == {"is_ready": True, "running": 0}
@@ -244,23 +246,23 @@ def test_an_engine_answers_over_http_with_its_own_tokens(served) -> None:
     engine = make_engine()
     ask = Sampling.greedy(max_tokens=8, logprobs=1, prompt_logprobs=True)
     plain = engine.generate(PROMPTS[:3], ask)
-    drawn = engine.generate(["hello"], Sampling(max_tokens=8, seed=5, n=2))[0]
+    completion = engine.generate(["hello"], Sampling(max_tokens=8, seed=5, n=2))[0]
     with http_serving.serving(served) as front:
         fields = dict(max_tokens=8, temperature=0, logprobs=1, echo=True)
-        found = front.completion(prompt=PROMPTS[:3], **fields)["choices"]
-        for prompt, choice, done in zip(PROMPTS, found, plain, strict=False):
+        choices = front.completion(prompt=PROMPTS[:3], **fields)["choices"]
+        for prompt, choice, done in zip(PROMPTS, choices, plain, strict=False):
             scores = choice["logprobs"]
             num = len(prompt) + len(done.tokens)
             assert {len(column) for column in scores.values()} == {num}
             assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
-            own = scores["token_logprobs"][len(prompt) :]
+            answer_logprobs = scores["token_logprobs"][len(prompt) :]
             # lm-eval checks in this way whether a continuation is the greedy one.
             tops = scores["top_logprobs"][len(prompt) :]
-            assert own == [max(top.values()) for top in tops]
-            assert own == pytest.approx(done.logprobs, abs=1e-5)
+            assert answer_logprobs == [max(top.values()) for top in tops]
+            assert answer_logprobs == pytest.approx(done.logprobs, abs=1e-5)
             assert choice["text"].endswith(done.text or "?")
-        found = front.completion(prompt="hello", max_tokens=8, seed=5, n=2)["choices"]
-        assert [x["text"] for x in found] == [x.text for x in drawn.answers]
+        choices = front.completion(prompt="hello", max_tokens=8, seed=5, n=2)["choices"]
+        assert [x["text"] for x in choices] == [x.text for x in completion.answers]
         chunks = front.chunks(
             "/v1/chat/completions",
             messages=[{"role": "user", "content": "hi"}],

@@ -177,8 +177,8 @@ def test_invalid_chats_are_refused(
 def test_tools_of_an_unknown_format_are_refused(template: str) -> None:
     with pytest.raises(ApiError, match="tool_choice='none' answers without tools"):
         parse(template, messages=[USER], tools=TOOLS)
-    asked = parse(template, messages=[USER], tools=TOOLS, tool_choice="none")
-    assert asked.tool_reader is None
+    request = parse(template, messages=[USER], tools=TOOLS, tool_choice="none")
+    assert request.tool_reader is None
 
 
 # Answers

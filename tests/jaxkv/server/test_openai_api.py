@@ -34,8 +34,8 @@ def backend() -> Scripted:
 
 @pytest.fixture(scope="module")
 def served(backend: Scripted) -> Iterator[Serving]:
-    with http_serving.serving(backend, max_requests=8, deadline_s=5.0) as found:
-        yield found
+    with http_serving.serving(backend, max_requests=8, deadline_s=5.0) as instance:
+        yield instance
 
 
 @pytest.fixture(autouse=True)
@@ -102,11 +102,11 @@ def test_an_application_without_a_key_asks_for_none() -> None:
 def test_a_prompt_has_four_forms(
     served: Serving, prompt: Any, texts: list[str]
 ) -> None:
-    found = served.completion(prompt=prompt)
-    assert [x["text"] for x in found["choices"]] == texts
-    assert [x["index"] for x in found["choices"]] == [*range(len(texts))]
+    response = served.completion(prompt=prompt)
+    assert [x["text"] for x in response["choices"]] == texts
+    assert [x["index"] for x in response["choices"]] == [*range(len(texts))]
     num = sum(map(len, texts))
-    usage = found["usage"]
+    usage = response["usage"]
     assert usage["prompt_tokens"] == usage["completion_tokens"] == num
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2 * len(texts)}
     chunks = served.chunks(COMPLETIONS, prompt=prompt)
@@ -119,31 +119,34 @@ def test_a_prompt_has_four_forms(
 
 
 def test_answers_of_several_prompts_are_ordered_by_index(served: Serving) -> None:
-    found = served.completion(prompt=["ab", "x"], n=2, echo=True)
-    texts = [x["text"] for x in found["choices"]]
+    response = served.completion(prompt=["ab", "x"], n=2, echo=True)
+    texts = [x["text"] for x in response["choices"]]
     assert texts == ["abbc", "abbbc", "xy", "xyy"]
-    assert [x["index"] for x in found["choices"]] == [0, 1, 2, 3]
+    assert [x["index"] for x in response["choices"]] == [0, 1, 2, 3]
 
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_log_probabilities_of_prompt_and_answer(served: Serving) -> None:
     # As lm-eval asks.
     fields = dict(prompt=[[97, 98, 99], [120]], max_tokens=1, temperature=0, seed=1234)
-    found = served.completion(**fields, logprobs=1, echo=True)
-    first, second = (x["logprobs"] for x in found["choices"])
+    response = served.completion(**fields, logprobs=1, echo=True)
+    first, second = (x["logprobs"] for x in response["choices"])
     assert first["tokens"] == ["a", "b", "c", "b"]
     assert first["token_logprobs"] == [None, -0.5, -1.0, -0.25]
     assert first["top_logprobs"] == [None, {"b": -0.5}, {"c": -1.0}, {"b": -0.25}]
     assert first["text_offset"] == [0, 1, 2, 3]
     assert [len(second[name]) for name in second] == [2] * 4
     # Without an answer, or without alternatives.
-    found = served.completion(**fields | {"max_tokens": 0}, logprobs=2, echo=True)
-    assert [x["text"] for x in found["choices"]] == ["abc", "x"]
-    assert found["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5, -1.0]
-    assert found["choices"][0]["finish_reason"] == "length"
-    assert found["usage"]["completion_tokens"] == 0
-    found = served.completion(prompt="ab", logprobs=0)["choices"][0]["logprobs"]
-    assert (found["token_logprobs"], found["top_logprobs"]) == ([-0.25, -0.75], None)
+    response = served.completion(**fields | {"max_tokens": 0}, logprobs=2, echo=True)
+    assert [x["text"] for x in response["choices"]] == ["abc", "x"]
+    assert response["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5, -1.0]
+    assert response["choices"][0]["finish_reason"] == "length"
+    assert response["usage"]["completion_tokens"] == 0
+    logprobs = served.completion(prompt="ab", logprobs=0)["choices"][0]["logprobs"]
+    assert (logprobs["token_logprobs"], logprobs["top_logprobs"]) == (
+        [-0.25, -0.75],
+        None,
+    )
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -177,8 +180,8 @@ def test_offsets_count_special_tokens_of_the_text() -> None:
 
 
 def test_half_characters_have_names_of_their_own(served: Serving) -> None:
-    found = served.completion(prompt=[0xE1, 0xE2], logprobs=2)["choices"][0]
-    tops = found["logprobs"]["top_logprobs"]
+    choice = served.completion(prompt=[0xE1, 0xE2], logprobs=2)["choices"][0]
+    tops = choice["logprobs"]["top_logprobs"]
     assert tops[0] == {"bytes:\\xe2": -0.25, "bytes:\\xe3": -1.25}
     assert [len(x) for x in tops] == [2, 2]
 
@@ -188,9 +191,9 @@ def test_a_chat(served: Serving, backend: Scripted) -> None:
     messages = [{"role": "system", "content": parts}, {"role": "user", "content": "a"}]
     fields: dict[str, Any] = {"messages": messages, "max_completion_tokens": 2}
     status, body = served.ask(CHAT, fields | {"logprobs": True, "top_logprobs": 1})
-    found = json.loads(body)
-    assert (status, found["object"]) == (200, "chat.completion")
-    choice = found["choices"][0]
+    response = json.loads(body)
+    assert (status, response["object"]) == (200, "chat.completion")
+    choice = response["choices"][0]
     assert choice["message"]["content"] == "\\t"
     assert choice["finish_reason"] == "length"
     entry = {"token": "t", "logprob": -0.75, "bytes": [116]}
@@ -228,15 +231,15 @@ def test_a_chat_is_streamed(served: Serving) -> None:
 
 
 def test_every_field_reaches_the_sampling(served: Serving, backend: Scripted) -> None:
-    asked: dict[str, Any] = dict(
+    sampling_fields: dict[str, Any] = dict(
         temperature=0.5, top_p=0.9, seed=7, presence_penalty=0.25, top_k=3, min_p=0.1,
         frequency_penalty=-0.5, repetition_penalty=1.25, salt=9, stop_tokens=[5, 6],
         ignore_eos=True, prefix_cache=False, max_tokens=7, n=2,
     )  # fmt: skip
-    served.completion(prompt="ab", stop=["x", "yz"], deadline_s=2, **asked)
+    served.completion(prompt="ab", stop=["x", "yz"], deadline_s=2, **sampling_fields)
     _, ask, deadline_s = backend.asked[-1]
-    asked |= {"stop": ("x", "yz"), "stop_tokens": (5, 6)}
-    assert {name: getattr(ask, name) for name in asked} == asked
+    sampling_fields |= {"stop": ("x", "yz"), "stop_tokens": (5, 6)}
+    assert {name: getattr(ask, name) for name in sampling_fields} == sampling_fields
     assert deadline_s == 2
     nothing = dict(
         user="u", metadata={"a": "b"}, store=False, logit_bias={}, suffix=None
@@ -263,10 +266,10 @@ def test_seeds_and_top_k_as_in_vllm(
 @pytest.mark.parametrize("num", [63, 64])
 def test_a_prompt_of_the_full_length_is_scored(served: Serving, num: int) -> None:
     for more in ({}, {"echo": True}, {"echo": True, "logprobs": 0}):
-        found = served.completion(prompt="a" * num, max_tokens=0, **more)
-        assert found["choices"][0]["text"] == "a" * num * len(more and ["echo"])
-        assert found["usage"]["total_tokens"] == num
-    assert len(found["choices"][0]["logprobs"]["tokens"]) == num
+        response = served.completion(prompt="a" * num, max_tokens=0, **more)
+        assert response["choices"][0]["text"] == "a" * num * len(more and ["echo"])
+        assert response["usage"]["total_tokens"] == num
+    assert len(response["choices"][0]["logprobs"]["tokens"]) == num
 
 
 @pytest.mark.parametrize(
@@ -275,8 +278,8 @@ def test_a_prompt_of_the_full_length_is_scored(served: Serving, num: int) -> Non
 def test_attributes_of_a_request_reach_the_backend(
     served: Serving, backend: Scripted, path: str, prompt: dict[str, Any]
 ) -> None:
-    given = {name: i for i, name in enumerate(attributes.REQUEST_FIELDS)}
-    for fields in ({}, {"priority": -3}, given):
+    all_fields = {name: i for i, name in enumerate(attributes.REQUEST_FIELDS)}
+    for fields in ({}, {"priority": -3}, all_fields):
         assert served.ask(path, prompt | fields)[0] == 200
         assert backend.attributes[-1] == RequestAttributes(**fields)
     for fields, line in (
@@ -596,9 +599,9 @@ def test_too_many_requests_are_refused(served: Serving, backend: Scripted) -> No
     assert "8 requests are in progress, of at most 8" in error["message"]
     assert served.ask("/health", key=None)[0] == 200
     backend.go.set()
-    for each in taken:
-        assert each.recv(12) == b"HTTP/1.1 200"
-        each.close()
+    for connection in taken:
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        connection.close()
     served.wait_until(lambda: served.service.num_running == 0)
     served.completion(prompt="abc")
 
@@ -663,8 +666,8 @@ def test_stopping_lets_requests_end_or_gives_one_clear_error() -> None:
         assert (status, error["message"]) == (503, "the server is stopping")
         # An engine that is closed, and a router that cancels its requests.
         for ended in (RuntimeError("closed"), RequestCancelledError("cancelled")):
-            found = served.service.to_api_error(ended)
-            assert (found.status, str(found)) == (503, "the server is stopping")
+            api_error = served.service.to_api_error(ended)
+            assert (api_error.status, str(api_error)) == (503, "the server is stopping")
         backend.go.set()
         received = b""
         while b"[DONE]" not in received:
@@ -689,10 +692,10 @@ def test_an_unavailable_address_is_refused() -> None:
 
 def test_a_tokenizer_is_read_over_http(served: Serving) -> None:
     assert json.loads(served.ask("/tokenizer_info")[1])["eos_token"] is None
-    found = json.loads(served.ask("/tokenize", {"prompt": "hé"})[1])
-    assert found["tokens"] == [104, 195, 169]
-    found = json.loads(served.ask("/detokenize", {"tokens": found["tokens"]})[1])
-    assert found == {"prompt": "hé"}
+    response = json.loads(served.ask("/tokenize", {"prompt": "hé"})[1])
+    assert response["tokens"] == [104, 195, 169]
+    response = json.loads(served.ask("/detokenize", {"tokens": response["tokens"]})[1])
+    assert response == {"prompt": "hé"}
 
 
 def test_the_page_names_every_field() -> None:

@@ -132,10 +132,10 @@ def test_engine_load_refuses(name: str, loaded: LoadedModel) -> None:
     method: Any = METHODS.get(name, "ngram")
 
     def load(value: Any) -> Any:
-        given = {name: value}
+        options = {name: value}
         if name in SPECULATION:
-            given = {"speculate": SpeculationConfig(method, **given)}
-        return api.Engine.load(**(fields | given))
+            options = {"speculate": SpeculationConfig(method, **options)}
+        return api.Engine.load(**(fields | options))
 
     for value in (LOAD | SPECULATION)[name]:
         message = refusal(lambda value=value: load(value))
@@ -174,8 +174,8 @@ def test_parts_of_an_engine_are_refused(engine: Any) -> None:
     }
     for name, values in tries.items():
         for value in values:
-            given = {"vocab_size": 320} | parts | {name: value}
-            message = refusal(lambda given=given: api.Engine(**given))
+            arguments = {"vocab_size": 320} | parts | {name: value}
+            message = refusal(lambda arguments=arguments: api.Engine(**arguments))
             assert message.startswith(name), message
     fields = dataclasses.asdict(engine.config) | {"max_drafts": 2}
     config = type(engine.config)(**fields)
@@ -184,8 +184,10 @@ def test_parts_of_an_engine_are_refused(engine: Any) -> None:
         spec(5, api.SharedNoiseVerifier()),
         spec(api.NGram, 6),
     ):
-        given = parts | {"config": config, "speculation": pair}
-        assert "speculation." in refusal(lambda given=given: api.Engine(**given))
+        arguments = parts | {"config": config, "speculation": pair}
+        assert "speculation." in refusal(
+            lambda arguments=arguments: api.Engine(**arguments)
+        )
 
 
 def test_another_policy_is_checked(engine: Any) -> None:
@@ -290,8 +292,8 @@ def test_drafters_and_meshes_refuse_wrong_types(name: str) -> None:
     make, base, tries = DRAFTERS[name]
     for field, values in tries.items():
         for value in values:
-            given = base | {field: value}
-            message = refusal(lambda make=make, given=given: make(**given))
+            arguments = base | {field: value}
+            message = refusal(lambda make=make, arguments=arguments: make(**arguments))
             assert field in message, message
 
 
@@ -321,12 +323,12 @@ NO_LOGITS = [
 
 
 @pytest.mark.parametrize(
-    "found", NO_LOGITS, ids=lambda x: validation.format_value(x)[:9]
+    "logits", NO_LOGITS, ids=lambda x: validation.format_value(x)[:9]
 )
-def test_logits_of_another_shape_or_type_are_refused(found: Any) -> None:
+def test_logits_of_another_shape_or_type_are_refused(logits: Any) -> None:
     rows: Any = None
     message = refusal(
-        lambda: logit_rows.apply_logits_fn(lambda rows, raw: found, rows, RAW)
+        lambda: logit_rows.apply_logits_fn(lambda rows, raw: logits, rows, RAW)
     )
     assert message.startswith("logits_fn returned ")
     assert "must return float32[3, 7]" in message
@@ -334,9 +336,10 @@ def test_logits_of_another_shape_or_type_are_refused(found: Any) -> None:
 
 def test_logits_that_fit_pass() -> None:
     rows: Any = None
-    for found in (RAW - 1, RAW.astype(jnp.bfloat16)):
+    for logits in (RAW - 1, RAW.astype(jnp.bfloat16)):
         assert (
-            logit_rows.apply_logits_fn(lambda rows, raw, x=found: x, rows, RAW) is found
+            logit_rows.apply_logits_fn(lambda rows, raw, x=logits: x, rows, RAW)
+            is logits
         )
     assert logit_rows.apply_logits_fn(None, rows, RAW) is RAW
 
@@ -403,7 +406,9 @@ def test_saved_end_tokens_are_of_the_vocabulary(
 ) -> None:
     save: Any = save_model
     for value in ([320], [-1], [2**40], ["</s>"], [True]):
-        given = (tmp_path / "a", loaded.config, loaded.params)
-        message = refusal(lambda given=given, x=value: save(*given, eos_ids=x))
+        arguments = (tmp_path / "a", loaded.config, loaded.params)
+        message = refusal(
+            lambda arguments=arguments, x=value: save(*arguments, eos_ids=x)
+        )
         assert message.startswith("eos_ids")
     assert not (tmp_path / "a").exists()

@@ -70,12 +70,12 @@ def test_short_forms_are_a_line(engine: jaxkv.Engine) -> None:
 
 def test_page_tables_belong_to_the_events_so_far(engine: jaxkv.Engine) -> None:
     names = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
-    known = dict(zip(names, map(len, PROMPTS), strict=True))
+    token_counts = dict(zip(names, map(len, PROMPTS), strict=True))
     ended = set[int]()
     num_seen = 0
     last = None
     for event in engine.stream():
-        known[event.request_id] += len(event.tokens)
+        token_counts[event.request_id] += len(event.tokens)
         if event.reason is not None:
             ended.add(event.request_id)
         table = engine.page_table()
@@ -85,11 +85,11 @@ def test_page_tables_belong_to_the_events_so_far(engine: jaxkv.Engine) -> None:
         for slot in table.slots:
             # A sampled token is written when it is fed, in the next step; an event of
             # the same call may not be delivered yet.
-            told = known[slot.request_id]
+            told = token_counts[slot.request_id]
             assert told - 1 <= slot.num_tokens <= told + engine.config.steps_per_call
             assert len(slot.page_ids) >= -(-slot.num_tokens // 4)
             if slot.request_id not in ended:
-                assert slot.request_id in known
+                assert slot.request_id in token_counts
         assert not {slot.request_id for slot in table.slots} & ended
     assert num_seen > 3
     assert engine.page_table().slots == ()
@@ -138,9 +138,11 @@ class Frame(dict):
 @pytest.fixture(params=["pandas", "polars"])
 def library(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     for name in dataframes.FRAME_LIBRARIES:
-        made: Any = types.ModuleType(name)
-        made.DataFrame = Frame
-        monkeypatch.setitem(sys.modules, name, made if name == request.param else None)
+        module: Any = types.ModuleType(name)
+        module.DataFrame = Frame
+        monkeypatch.setitem(
+            sys.modules, name, module if name == request.param else None
+        )
     return request.param
 
 
@@ -195,10 +197,10 @@ def test_a_fork_continues_like_its_original(engine: jaxkv.Engine) -> None:
     assert other.tokenizer is engine.tokenizer
     assert len(other.core.tracker.records) == before == 1
 
-    def rest(events: Any) -> list[Any]:
+    def remaining_tokens(events: Any) -> list[Any]:
         return [(x.request_id, x.tokens, x.text, x.reason) for x in events]
 
-    assert rest(other.stream()) == rest(engine.stream())
+    assert remaining_tokens(other.stream()) == remaining_tokens(engine.stream())
     assert first.request_id == 70
     assert other.core.state is not engine.core.state
     engines.assert_empty(engine.core.state)
@@ -211,8 +213,8 @@ def test_a_restored_engine_replays(engine: jaxkv.Engine, tmp_path: Path) -> None
     done = [engine.generate(PROMPTS, ask)]
     engine.restore(tmp_path / "saved")
     done.append(engine.generate(PROMPTS, ask))
-    found = [[(x.tokens, x.num_cached) for x in batch] for batch in done]
-    assert found[0] == found[1]
+    answers_by_run = [[(x.tokens, x.num_cached) for x in batch] for batch in done]
+    assert answers_by_run[0] == answers_by_run[1]
     engine.submit(PROMPTS[0], GREEDY)
     for call in (engine.save, engine.restore):
         with pytest.raises(ValueError, match="1 requests are not complete; an engine"):
@@ -292,10 +294,10 @@ CODE = """if True:
 
 def loading(home: Path, change: str = "", **variables: str) -> tuple[str, list[str]]:
     code = CODE.replace("FOLDER", str(TOKENIZED)).replace("CHANGE", change)
-    kept = {"PATH": "/usr/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = {"PATH": "/usr/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=kept | {"HOME": str(home)} | variables,
+        env=environment | {"HOME": str(home)} | variables,
         cwd=home,
         capture_output=True,
         text=True,
@@ -318,9 +320,13 @@ def test_programs_are_cached_unless_a_cache_is_configured(tmp_path: Path) -> Non
     assert out == f"{folder} {compilation_cache.MAX_CACHE_BYTES}"
     assert lines == [said, notice + reads]
     off = ({"JAX_ENABLE_COMPILATION_CACHE": "false"}, "None -1", notice)
-    own = ({"JAX_COMPILATION_CACHE_DIR": f"{home}/x"}, f"{home}/x -1", notice + reads)
+    user_cache = (
+        {"JAX_COMPILATION_CACHE_DIR": f"{home}/x"},
+        f"{home}/x -1",
+        notice + reads,
+    )
     bad = ({"XDG_CACHE_HOME": f"{home}/file"}, "None -1", notice)
-    for variables, expected, line in (off, own, bad):
+    for variables, expected, line in (off, user_cache, bad):
         assert loading(home, **variables) == (expected, [line])
     set_by = "jax.config.update('jax_compilation_cache_dir', '/tmp/own')"
     assert loading(home, set_by) == ("/tmp/own -1", [notice + reads])

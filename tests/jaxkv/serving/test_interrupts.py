@@ -40,7 +40,9 @@ def expected(engine: jaxkv.Engine) -> dict[tuple[int, ...], list[int]]:
     prompts = (*KNOWN, *ASKED)
     asks = [ASK] * 2 + [LONG] * 2
     done = engine.generate(prompts, asks)
-    return {tuple(p): each.tokens for p, each in zip(prompts, done, strict=True)}
+    return {
+        tuple(p): completion.tokens for p, completion in zip(prompts, done, strict=True)
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +129,10 @@ def listen(engine: jaxkv.Engine, received: dict[int, list[int]]) -> None:
 def check(engine: jaxkv.Engine, received: dict[int, list[int]], expected: dict) -> None:
     """Checks that the engine answers a known batch correctly, and is idle after it."""
     done = engine.generate(KNOWN, ASK)
-    assert [each.tokens for each in done] == [expected[tuple(p)] for p in KNOWN]
-    assert {each.reason for each in done} <= {"length", "stop"}
+    assert [completion.tokens for completion in done] == [
+        expected[tuple(p)] for p in KNOWN
+    ]
+    assert {completion.reason for completion in done} <= {"length", "stop"}
     listen(engine, received)
     # Every submitted request is delivered completely, once, despite interrupts.
     for name, tokens in received.items():
@@ -158,11 +162,13 @@ def interrupt(
     # Programs may have been dropped; traced line by line they compile in a minute.
     work(engine, received)
     check(engine, received, expected)
-    with Interrupter(PHASES[phase], 0) as seen:
+    with Interrupter(PHASES[phase], 0) as interrupter:
         work(engine, received)
     check(engine, received, expected)
     num_interrupted = 0
-    places = np.linspace(1, seen.num_lines, min(times, seen.num_lines), dtype=int)
+    places = np.linspace(
+        1, interrupter.num_lines, min(times, interrupter.num_lines), dtype=int
+    )
     for place in places.tolist():
         try:
             with Interrupter(PHASES[phase], place):
@@ -184,12 +190,13 @@ def interrupt(
     ],
 )
 @pytest.mark.parametrize(
-    ("places", "least"), [(10, 8), pytest.param(60, 20, marks=pytest.mark.slow)]
+    ("places", "min_interrupts"),
+    [(10, 8), pytest.param(60, 20, marks=pytest.mark.slow)],
 )
 def test_an_interrupted_engine_continues(
-    engine: jaxkv.Engine, expected: dict, phase: str, places: int, least: int
+    engine: jaxkv.Engine, expected: dict, phase: str, places: int, min_interrupts: int
 ) -> None:
-    assert interrupt(engine, phase, places, expected) >= least
+    assert interrupt(engine, phase, places, expected) >= min_interrupts
 
 
 @pytest.mark.slow

@@ -43,16 +43,16 @@ def taken(prompt: list[int], **fields: Any) -> tuple[Any, int]:
 def check_sent(kv_dtype: str = "model") -> None:
     sent, num = taken(PROMPT, kv_dtype=kv_dtype)
     assert num == (len(PROMPT) - 1) // PAGE == 6
-    there = make_engine(kv_dtype=kv_dtype)
-    assert there.bring_prefix(PROMPT, sent) == num
-    assert there.bring_prefix(PROMPT, sent) == num  # a repetition has no effect
-    again, same = there.take_prefix(PROMPT)
+    receiver = make_engine(kv_dtype=kv_dtype)
+    assert receiver.bring_prefix(PROMPT, sent) == num
+    assert receiver.bring_prefix(PROMPT, sent) == num  # a repetition has no effect
+    again, same = receiver.take_prefix(PROMPT)
     assert same == num
     for a, b in zip(jax.tree.leaves(sent), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
-    found = answer(there, PROMPT)
-    assert found.num_cached == num * PAGE
-    assert found.tokens == answer(make_engine(kv_dtype=kv_dtype), PROMPT).tokens
+    completion = answer(receiver, PROMPT)
+    assert completion.num_cached == num * PAGE
+    assert completion.tokens == answer(make_engine(kv_dtype=kv_dtype), PROMPT).tokens
 
 
 @pytest.mark.thorough
@@ -69,66 +69,66 @@ def test_pages_of_8_bits_take_their_scales_with_them() -> None:
 def test_only_missing_pages_are_written() -> None:
     """Half of the prompt is cached; pages of other continuations are not changed."""
     sent, num = taken(PROMPT)
-    there = make_engine()
+    receiver = make_engine()
     half = PROMPT[: 3 * PAGE + 1]
-    answer(there, [*half, 7, 7, 7, 7, 7])
+    answer(receiver, [*half, 7, 7, 7, 7, 7])
     nonsense = jax.tree.map(lambda x: x.copy(), sent)
     for leaf in jax.tree.leaves(nonsense):
         leaf[:, :3] = 1e9 if leaf.dtype.kind == "f" else 0
-    assert there.bring_prefix(PROMPT, nonsense) == num
-    assert answer(there, PROMPT).tokens == answer(make_engine(), PROMPT).tokens
+    assert receiver.bring_prefix(PROMPT, nonsense) == num
+    assert answer(receiver, PROMPT).tokens == answer(make_engine(), PROMPT).tokens
 
 
 @pytest.mark.thorough
 def test_a_full_pool_takes_what_it_has_room_for() -> None:
     sent, num = taken(PROMPT)
-    there = make_engine()
+    receiver = make_engine()
     others = [RNG.integers(5, 60, 30).tolist() for _ in range(4)]
     for other in others:  # idle pages fill the pool and are evicted
-        answer(there, other, Sampling.greedy(max_tokens=1))
-    assert there.bring_prefix(PROMPT, sent) == num
-    found = answer(there, PROMPT)
-    assert found.num_cached == num * PAGE
-    engines.assert_empty(there.core.state)
+        answer(receiver, other, Sampling.greedy(max_tokens=1))
+    assert receiver.bring_prefix(PROMPT, sent) == num
+    completion = answer(receiver, PROMPT)
+    assert completion.num_cached == num * PAGE
+    engines.assert_empty(receiver.core.state)
     # While a sequence of 15 pages runs, of 24 there are 9 for two prompts' 12.
-    there = make_engine()
-    there.submit(others[0], Sampling.greedy(max_tokens=30, ignore_eos=True))
-    stream = there.stream()
+    receiver = make_engine()
+    receiver.submit(others[0], Sampling.greedy(max_tokens=30, ignore_eos=True))
+    stream = receiver.stream()
     next(stream)
     for prompt in (PROMPT, others[1], others[2]):
         pages = sent if prompt is PROMPT else taken(prompt)[0]
-        assert there.bring_prefix(prompt, pages) <= 7
+        assert receiver.bring_prefix(prompt, pages) <= 7
     assert [event for event in stream][-1].completion is not None
-    for info in there.trace:
+    for info in receiver.trace:
         engines.assert_sound(info)
-    assert answer(there, others[2]).tokens == answer(make_engine(), others[2]).tokens
+    assert answer(receiver, others[2]).tokens == answer(make_engine(), others[2]).tokens
 
 
 @pytest.mark.thorough
 def test_salts_separate_tenants() -> None:
     sent, num = taken(PROMPT)
-    there = make_engine()
-    assert there.bring_prefix(PROMPT, sent, salt=3) == num
-    assert there.take_prefix(PROMPT)[1] == 0
-    assert there.take_prefix(PROMPT, salt=3)[1] == num
+    receiver = make_engine()
+    assert receiver.bring_prefix(PROMPT, sent, salt=3) == num
+    assert receiver.take_prefix(PROMPT)[1] == 0
+    assert receiver.take_prefix(PROMPT, salt=3)[1] == num
 
 
 @pytest.mark.thorough
 def test_arrays_that_do_not_fit_are_refused() -> None:
     sent, num = taken(PROMPT)
-    there = make_engine()
+    receiver = make_engine()
     with pytest.raises(ValueError, match=f"at most {num - 1} pages"):
-        there.bring_prefix(PROMPT[: num * PAGE], sent)
+        receiver.bring_prefix(PROMPT[: num * PAGE], sent)
     half = jax.tree.map(lambda x: x[:, :, :1], sent)
     with pytest.raises(ValueError, match=r"pages of float32 .* must be float32"):
-        there.bring_prefix(PROMPT, half)
+        receiver.bring_prefix(PROMPT, half)
     with pytest.raises(ValueError, match="must be float32"):
-        there.bring_prefix(PROMPT, jax.tree.map(lambda x: x.astype("f2"), sent))
+        receiver.bring_prefix(PROMPT, jax.tree.map(lambda x: x.astype("f2"), sent))
     with pytest.raises(ValueError, match=r"must be at most config\.max_length=64"):
-        there.take_prefix([5] * 65)
+        receiver.take_prefix([5] * 65)
     with pytest.raises(ValueError, match=r"config\.prefix_cache=False must be True"):
         make_engine(prefix_cache=False).take_prefix(PROMPT)
-    assert there.bring_prefix([5], jax.tree.map(lambda x: x[:, :0], sent)) == 0
+    assert receiver.bring_prefix([5], jax.tree.map(lambda x: x[:, :0], sent)) == 0
 
 
 @pytest.mark.slow

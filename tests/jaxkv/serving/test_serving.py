@@ -79,31 +79,33 @@ def assert_idle(engine: jaxkv.Engine) -> None:
     assert engine.core.tracker._requests == 0
 
 
-def drawn(prompt: list[int] | str, ask: Sampling, name: int = 0) -> list[list[int]]:
+def plain_samples(
+    prompt: list[int] | str, ask: Sampling, name: int = 0
+) -> list[list[int]]:
     """Every answer of a request from the plain loop, one by one."""
     tokens = the_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
     config, params, *_ = loaded()
     asks = [engines.Ask(name, tokens, ask)]
-    found = engines.plain(asks, BOUNDS, model=config, weights=params)
-    return [found[each][0] for each in engines.names_of(asks)]
+    answers_by_name = engines.plain(asks, BOUNDS, model=config, weights=params)
+    return [answers_by_name[key][0] for key in engines.names_of(asks)]
 
 
 @functools.cache
 def greedy_answer(prompt: str, num: int = 24) -> tuple[int, ...]:
-    [answer] = drawn(prompt, Sampling.greedy(max_tokens=num))
+    [answer] = plain_samples(prompt, Sampling.greedy(max_tokens=num))
     return tuple(answer)
 
 
-def law_of(known: list[int]) -> np.ndarray:
+def law_of(tokens: list[int]) -> np.ndarray:
     """Log-probabilities [position, vocab] of the next token at each position."""
     config, params, *_ = loaded()
-    ask = engines.Ask(0, known, GREEDY)
+    ask = engines.Ask(0, tokens, GREEDY)
     return engines.logprobs_of(ask, [], model=config, weights=params)
 
 
-def scores_of(known: list[int]) -> np.ndarray:
+def scores_of(tokens: list[int]) -> np.ndarray:
     """Log-probability of each token but the first."""
-    return law_of(known)[np.arange(len(known) - 1), known[1:]]
+    return law_of(tokens)[np.arange(len(tokens) - 1), tokens[1:]]
 
 
 class Received(NamedTuple):
@@ -223,8 +225,8 @@ def test_generate_does_not_wait_for_other_requests(engine: jaxkv.Engine) -> None
     assert sorted(engine.core.tracker.records) == names
     received = listen(engine)
     assert sorted(received.done) == names
-    for name, each in received.done.items():
-        assert each.tokens == list(greedy_answer("x", 60))
+    for name, completion in received.done.items():
+        assert completion.tokens == list(greedy_answer("x", 60))
         assert received.text[name, 0] == answer_text("x", 60)
 
 
@@ -235,12 +237,12 @@ def test_threads_share_an_engine(engine: jaxkv.Engine) -> None:
     left = engine.submit("class Heap:", GREEDY)
     stream = engine.stream()
     text = next(stream).text  # the stream is not continued for now
-    found: dict[int, list[list[str | None]]] = {i: [] for i in range(THREADS)}
+    texts: dict[int, list[list[str | None]]] = {i: [] for i in range(THREADS)}
 
     def ask(index: int) -> None:
         for _ in range(3):
             done = engine.generate(PROMPTS[:3], GREEDY)
-            found[index].append([each.text for each in done])
+            texts[index].append([completion.text for completion in done])
             engine.cancel(engine.submit("x", GREEDY))
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(THREADS)]
@@ -251,8 +253,8 @@ def test_threads_share_an_engine(engine: jaxkv.Engine) -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    whole = [answer_text(prompt) for prompt in PROMPTS[:3]]
-    assert found == dict.fromkeys(range(THREADS), [whole] * 3)
+    expected_texts = [answer_text(prompt) for prompt in PROMPTS[:3]]
+    assert texts == dict.fromkeys(range(THREADS), [expected_texts] * 3)
     assert text == answer_text("class Heap:")
     completions(engine)  # of the cancelled requests
 
@@ -306,9 +308,9 @@ def test_stop_strings(engine: jaxkv.Engine, length: int) -> None:
     for name, prompt, stop in zip(names, STOPPED, stops, strict=True):
         text = answer_text(prompt)
         completion = received.done[name]
-        kept = text[: text.index(stop)]
+        expected = text[: text.index(stop)]
         assert completion.reason == "stop"
-        assert completion.text == received.text[name, 0] == kept
+        assert completion.text == received.text[name, 0] == expected
         # The tokens end with the one that completed the stop string.
         answer = list(greedy_answer(prompt))
         assert completion.tokens == answer[: len(completion.tokens)]
@@ -342,10 +344,10 @@ def test_text_of_other_tokenizers(
         engine.submit(prompt, ask)
     received = listen(engine)
     for prompt, completion in zip(prompts, received.done.values(), strict=True):
-        for each in completion.answers:
-            text = tokenizers_support.text_after(tokenizer, prompt, each.tokens)
-            name = completion.request_id, each.sample
-            assert each.text == received.text[name] == text.partition("日")[0]
+        for answer in completion.answers:
+            text = tokenizers_support.text_after(tokenizer, prompt, answer.tokens)
+            name = completion.request_id, answer.sample
+            assert answer.text == received.text[name] == text.partition("日")[0]
 
 
 @pytest.mark.parametrize("place", [3, 8])
@@ -377,17 +379,19 @@ def test_end_tokens_are_no_text(engine: jaxkv.Engine) -> None:
     [done] = engine.generate(
         ["import os\n"], Sampling.greedy(max_tokens=24, stop_tokens=(token,))
     )
-    kept = answer[: answer.index(token)]
+    text_tokens = answer[: answer.index(token)]
     assert done.reason == "stop"
-    assert done.tokens == [*kept, token]
-    assert done.text == the_tokenizer().decode(kept)
+    assert done.tokens == [*text_tokens, token]
+    assert done.text == the_tokenizer().decode(text_tokens)
 
 
 def test_the_models_own_end_token(engine: jaxkv.Engine) -> None:
     [eos] = loaded().eos_ids
     asks = [Sampling(seed=seed, max_tokens=40, temperature=5.0) for seed in range(40)]
     on = engine.generate(["x"] * len(asks), asks)
-    ended = [index for index, each in enumerate(on) if each.reason == "stop"]
+    ended = [
+        index for index, completion in enumerate(on) if completion.reason == "stop"
+    ]
     assert ended
     off = [dataclasses.replace(asks[index], ignore_eos=True) for index in ended]
     for index, longer in zip(
@@ -410,20 +414,20 @@ def test_scores(engine: jaxkv.Engine) -> None:
         Sampling.greedy(max_tokens=6, prompt_logprobs=True),
     ]
     prompt = the_tokenizer().encode("def f(x):")
-    both, top, own, of_prompt = engine.generate([prompt] * 4, asks)
-    known = [*prompt, *both.tokens]
+    both, top, chosen, of_prompt = engine.generate([prompt] * 4, asks)
+    tokens = [*prompt, *both.tokens]
     begin = len(prompt) - 1
-    law = law_of(known)
-    scores = scores_of(known)
-    for each in (both, top, own):
-        assert each.logprobs == pytest.approx(scores[begin:], abs=1e-4)
-    for each in (both, of_prompt):
-        assert each.prompt_logprobs is not None
-        assert each.prompt_logprobs[0] is None
-        assert each.prompt_logprobs[1:] == pytest.approx(scores[:begin], abs=1e-4)
+    law = law_of(tokens)
+    scores = scores_of(tokens)
+    for completion in (both, top, chosen):
+        assert completion.logprobs == pytest.approx(scores[begin:], abs=1e-4)
+    for completion in (both, of_prompt):
+        assert completion.prompt_logprobs is not None
+        assert completion.prompt_logprobs[0] is None
+        assert completion.prompt_logprobs[1:] == pytest.approx(scores[:begin], abs=1e-4)
     assert of_prompt.logprobs is None
-    assert own.top_logprobs is None
-    assert own.prompt_logprobs is None
+    assert chosen.top_logprobs is None
+    assert chosen.prompt_logprobs is None
     assert of_prompt.prompt_top_logprobs is top.prompt_top_logprobs is None
     assert both.prompt_top_logprobs is not None
     assert both.prompt_top_logprobs[0] is None
@@ -432,9 +436,9 @@ def test_scores(engine: jaxkv.Engine) -> None:
         assert best is not None
         assert list(best) == np.argsort(-row, kind="stable")[:2].tolist()
         assert list(best.values()) == pytest.approx(-np.sort(-row)[:2], abs=1e-4)
-    for each, num in ((both, 2), (top, 1)):
-        assert each.top_logprobs is not None
-        for row, best in zip(law[begin:-1], each.top_logprobs, strict=True):
+    for completion, num in ((both, 2), (top, 1)):
+        assert completion.top_logprobs is not None
+        for row, best in zip(law[begin:-1], completion.top_logprobs, strict=True):
             assert list(best) == np.argsort(-row, kind="stable")[:num].tolist()
             assert list(best.values()) == pytest.approx(-np.sort(-row)[:num], abs=1e-4)
 
@@ -465,13 +469,13 @@ def test_several_answers_equal_separate_samples(engine: jaxkv.Engine) -> None:
     done = completions(engine)
     for name, prompt, ask in zip(names, PROMPTS, asks, strict=False):
         answers = done[name].answers
-        expected = drawn(prompt, ask, name)
-        assert [each.sample for each in answers] == list(range(ask.n))
-        assert [each.tokens for each in answers] == expected
-        assert [each.text for each in answers] == [
+        expected = plain_samples(prompt, ask, name)
+        assert [answer.sample for answer in answers] == list(range(ask.n))
+        assert [answer.tokens for answer in answers] == expected
+        assert [answer.text for answer in answers] == [
             the_tokenizer().decode(tokens) for tokens in expected
         ]
-        assert {each.reason for each in answers} == {"length"}
+        assert {answer.reason for answer in answers} == {"length"}
         assert len({tuple(tokens) for tokens in expected}) == ask.n
         assert done[name].tokens == expected[0]
         assert done[name].num_recomputed == 0
@@ -483,10 +487,10 @@ def test_events_of_several_answers_add_up_to_each(engine: jaxkv.Engine) -> None:
     received = listen(engine)
     assert len(received.text) == len(received.reasons) == 15
     for name, completion in received.done.items():
-        for each in completion.answers:
-            assert received.text[name, each.sample] == each.text
-            assert received.tokens[name, each.sample] == each.tokens
-            assert received.reasons[name, each.sample] == each.reason
+        for answer in completion.answers:
+            assert received.text[name, answer.sample] == answer.text
+            assert received.tokens[name, answer.sample] == answer.tokens
+            assert received.reasons[name, answer.sample] == answer.reason
 
 
 def own_string(texts: list[str], sample: int) -> str:
@@ -501,28 +505,28 @@ def own_string(texts: list[str], sample: int) -> str:
 
 @pytest.mark.parametrize("sample", [0, 1, 2])
 def test_a_stop_string_ends_one_answer(engine: jaxkv.Engine, sample: int) -> None:
-    answers = drawn("import os\n", SEVERAL)
+    answers = plain_samples("import os\n", SEVERAL)
     texts = [the_tokenizer().decode(tokens) for tokens in answers]
     stop = own_string(texts, sample)
     engine.submit("import os\n", dataclasses.replace(SEVERAL, stop=(stop,)))
     text, _, reasons, done = listen(engine)
     [completion] = done.values()
-    for each in completion.answers:
-        kept = texts[each.sample]
+    for answer in completion.answers:
+        expected = texts[answer.sample]
         reason = "length"
-        if each.sample == sample:
-            kept = kept[: kept.index(stop)]
+        if answer.sample == sample:
+            expected = expected[: expected.index(stop)]
             reason = "stop"
-            assert len(each.tokens) < 16
-        name = completion.request_id, each.sample
-        assert each.text == text[name] == kept
-        assert each.reason == reasons[name] == reason
-        assert each.tokens == answers[each.sample][: len(each.tokens)]
+            assert len(answer.tokens) < 16
+        name = completion.request_id, answer.sample
+        assert answer.text == text[name] == expected
+        assert answer.reason == reasons[name] == reason
+        assert answer.tokens == answers[answer.sample][: len(answer.tokens)]
 
 
 def test_cancel_ends_every_answer_that_still_runs(engine: jaxkv.Engine) -> None:
     ask = dataclasses.replace(SEVERAL, max_tokens=24)
-    answers = drawn("class Heap:", ask)
+    answers = plain_samples("class Heap:", ask)
     texts = [the_tokenizer().decode(tokens) for tokens in answers]
     stop = own_string([text[:14] for text in texts], 1)
     name = engine.submit("class Heap:", dataclasses.replace(ask, stop=(stop,)))
@@ -533,13 +537,17 @@ def test_cancel_ends_every_answer_that_still_runs(engine: jaxkv.Engine) -> None:
             engine.cancel(name)
 
     text, _, reasons, done = listen(engine, cancel)
-    found = done[name].answers
-    assert [each.reason for each in found] == ["cancelled", "stop", "cancelled"]
-    for each in found:
-        assert reasons[name, each.sample] == each.reason
-        assert text[name, each.sample] == each.text
-        assert each.tokens == answers[each.sample][: len(each.tokens)]
-        assert each.tokens
+    ended_answers = done[name].answers
+    assert [answer.reason for answer in ended_answers] == [
+        "cancelled",
+        "stop",
+        "cancelled",
+    ]
+    for answer in ended_answers:
+        assert reasons[name, answer.sample] == answer.reason
+        assert text[name, answer.sample] == answer.text
+        assert answer.tokens == answers[answer.sample][: len(answer.tokens)]
+        assert answer.tokens
     assert done[behind].text == answer_text("x")
 
 
@@ -547,7 +555,7 @@ def test_several_answers_withdrawn_before_they_start(engine: jaxkv.Engine) -> No
     name = engine.submit("x", SEVERAL)
     engine.cancel(name)
     text, _, reasons, done = listen(engine)
-    assert [each.tokens for each in done[name].answers] == [[], [], []]
+    assert [answer.tokens for answer in done[name].answers] == [[], [], []]
     assert set(reasons.values()) == {"cancelled"}
     assert len(reasons) == 3
     assert "".join(text.values()) == ""
@@ -561,17 +569,17 @@ def test_best_of_gives_the_most_likely_ones_first(engine: jaxkv.Engine, n: int) 
         [done] = engine.generate([prompt], dataclasses.replace(ask, logprobs=0))
         [same] = engine.generate([prompt], ask)
         start = the_tokenizer().encode(prompt)
-        answers = drawn(prompt, ask)
+        answers = plain_samples(prompt, ask)
         begin = len(start) - 1
         scores = [scores_of([*start, *answer])[begin:].sum() for answer in answers]
         # With `best_of` equal to `n`, answers are not sorted.
         order = np.argsort(scores)[::-1][:n] if n < 3 else np.arange(3)
-        assert [each.sample for each in done.answers] == order.tolist()
-        assert [each.tokens for each in done.answers] == [answers[i] for i in order]
-        assert [each.score for each in done.answers] == pytest.approx(
+        assert [answer.sample for answer in done.answers] == order.tolist()
+        assert [answer.tokens for answer in done.answers] == [answers[i] for i in order]
+        assert [answer.score for answer in done.answers] == pytest.approx(
             [scores[i] for i in order], abs=1e-3
         )
-        assert [each.tokens for each in same.answers] == [answers[i] for i in order]
+        assert [answer.tokens for answer in same.answers] == [answers[i] for i in order]
         assert same.logprobs is None
 
 
@@ -652,16 +660,16 @@ def test_scores_of_several_answers(engine: jaxkv.Engine) -> None:
     ask = dataclasses.replace(SEVERAL, logprobs=2, prompt_logprobs=True)
     prompt = the_tokenizer().encode("def f(x):")
     [done] = engine.generate([prompt], ask)
-    for each in done.answers:
-        scores = scores_of([*prompt, *each.tokens])
+    for answer in done.answers:
+        scores = scores_of([*prompt, *answer.tokens])
         assert done.prompt_logprobs is not None
         of_prompt = scores[: len(prompt) - 1]
-        own = scores[len(prompt) - 1 :]
+        answer_scores = scores[len(prompt) - 1 :]
         assert done.prompt_logprobs[1:] == pytest.approx(of_prompt, abs=1e-4)
-        assert each.logprobs == pytest.approx(own, abs=1e-4)
-        assert each.score == pytest.approx(own.sum(), abs=1e-3)
-        assert each.top_logprobs is not None
-        assert [len(best) for best in each.top_logprobs] == [2] * 16
+        assert answer.logprobs == pytest.approx(answer_scores, abs=1e-4)
+        assert answer.score == pytest.approx(answer_scores.sum(), abs=1e-3)
+        assert answer.top_logprobs is not None
+        assert [len(best) for best in answer.top_logprobs] == [2] * 16
 
 
 def test_a_prompt_of_the_largest_length_is_scored(engine: jaxkv.Engine) -> None:
@@ -679,9 +687,9 @@ def test_a_prompt_of_the_largest_length_is_scored(engine: jaxkv.Engine) -> None:
         assert [len(best or ()) for best in others] == [2] * (num - 1)
         best = int(law_of([*prompt[:num], 0])[num - 1].argmax())
         assert [x.tokens for x in (done, *pair.answers)] == [[best]] * 3
-    for tokens, most in ((prompt, 2), ([*prompt, 1], 1)):
+    for tokens, max_tokens in ((prompt, 2), ([*prompt, 1], 1)):
         with pytest.raises(ValueError, match="leaves room for at most"):
-            engine.submit(tokens, Sampling.greedy(max_tokens=most))
+            engine.submit(tokens, Sampling.greedy(max_tokens=max_tokens))
 
 
 def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:
@@ -699,10 +707,10 @@ def test_more_answers_than_the_device_holds(engine: jaxkv.Engine) -> None:
     names = [engine.submit(*pair) for pair in zip(prompts, asks, strict=True)]
     done = completions(engine)
     assert sorted(done) == sorted(names)
-    assert sum(each.num_recomputed for each in done.values()) > 0
+    assert sum(completion.num_recomputed for completion in done.values()) > 0
     for name, prompt, ask in zip(names, prompts, asks, strict=True):
-        answers = [each.tokens for each in done[name].answers]
-        assert answers == drawn(prompt, ask, name)
+        answers = [answer.tokens for answer in done[name].answers]
+        assert answers == plain_samples(prompt, ask, name)
     # Requests without a slot wait, on the device or on the host.
     begin = engine.trace[0]
     assert begin.num_waiting[0] == len(names) - begin.num_admitted[0] > 15
@@ -717,27 +725,27 @@ def test_a_chat_hits_the_pages_of_its_turns(
     engine: jaxkv.Engine, full: jaxkv.Engine
 ) -> None:
     tokenizer = the_tokenizer()
-    known = []
+    history = []
     num_fed = 0
     for turn in PROMPTS[:3]:
-        known += tokenizer.encode(turn)
+        history += tokenizer.encode(turn)
         ask = Sampling.greedy(max_tokens=7)
-        [done] = full.generate([known], ask)
-        [same] = engine.generate([known], ask)
+        [done] = full.generate([history], ask)
+        [same] = engine.generate([history], ask)
         assert (done.tokens, done.text) == (same.tokens, same.text)
         # Full pages of the tokens fed so far; at least one token is computed.
-        found = min(num_fed, len(known) - 1) // 4 * 4
-        assert (done.num_cached, same.num_cached) == (found, 0)
-        known += done.tokens
-        num_fed = len(known) - 1  # the last token was never fed
+        num_hits = min(num_fed, len(history) - 1) // 4 * 4
+        assert (done.num_cached, same.num_cached) == (num_hits, 0)
+        history += done.tokens
+        num_fed = len(history) - 1  # the last token was never fed
     assert num_fed > 24
-    whole = (len(known) - 2) // 4 * 4
+    full_hit = (len(history) - 2) // 4 * 4
     apart = Sampling.greedy(max_tokens=1, salt=1)
     outside = Sampling.greedy(max_tokens=1, prefix_cache=False)
     inside = Sampling(max_tokens=1, n=3)
-    for ask, found in ((inside, whole), (outside, 0), (apart, 0)):
-        [done] = full.generate([known[:-1]], ask)
-        assert done.num_cached == found
+    for ask, num_hits in ((inside, full_hit), (outside, 0), (apart, 0)):
+        [done] = full.generate([history[:-1]], ask)
+        assert done.num_cached == num_hits
 
 
 def test_cancel_at_any_stage(engine: jaxkv.Engine) -> None:
@@ -857,7 +865,9 @@ def test_a_function_that_cannot_be_traced_changes_no_state() -> None:
         engine.generate(PROMPTS[:1], GREEDY)
     [done] = engine.generate(PROMPTS[:1], GREEDY)
     assert done.text == answer_text(PROMPTS[0])
-    assert [each.text for each in completions(engine).values()] == [answer_text("x")]
+    assert [completion.text for completion in completions(engine).values()] == [
+        answer_text("x")
+    ]
     assert name not in engine.core.tracker.records
     assert_idle(engine)
 
@@ -1002,10 +1012,12 @@ def test_beams_through_the_facade(full: jaxkv.Engine) -> None:
     assert done[9].text == answer_text(PROMPTS[0])
     for index, prompt in enumerate(PROMPTS[:2]):
         answers = done[index].answers
-        known = the_tokenizer().encode(prompt)
+        prompt_ids = the_tokenizer().encode(prompt)
         scores = []
         for answer in answers:
-            total = scores_of([*known, *answer.tokens])[len(known) - 1 :].sum()
+            total = scores_of([*prompt_ids, *answer.tokens])[
+                len(prompt_ids) - 1 :
+            ].sum()
             scores.append(total / len(answer.tokens) ** 0.5)
             assert answer.score == pytest.approx(scores[-1], abs=1e-4)
             name = index, answer.sample
@@ -1022,15 +1034,15 @@ def test_swapping_through_the_facade(engine: jaxkv.Engine, full: jaxkv.Engine) -
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
     ask = Sampling(max_tokens=55, temperature=0.8, ignore_eos=True, logprobs=0)
     plain = engine.generate(prompts, ask)
-    names = [each.request_id for each in plain]
+    names = [completion.request_id for completion in plain]
     for name, prompt in zip(names, prompts, strict=True):
         full.submit(prompt, ask, request_id=name)
     done = completions(full)
-    for each in plain:
-        assert done[each.request_id].tokens == each.tokens
-    assert sum(each.num_swapped for each in done.values()) > 1
-    assert sum(each.num_preempted for each in plain) > 1
-    assert not any(each.num_recomputed for each in done.values())
+    for completion in plain:
+        assert done[completion.request_id].tokens == completion.tokens
+    assert sum(completion.num_swapped for completion in done.values()) > 1
+    assert sum(completion.num_preempted for completion in plain) > 1
+    assert not any(completion.num_recomputed for completion in done.values())
     assert any(info.asks_host[-1] for info in full.trace)
     assert full.core._host.num_used == 0
     with pytest.raises(ValueError, match="host_pages=-1 must be at least 0"):
@@ -1052,7 +1064,7 @@ def test_a_token_among_the_most_likely_has_one_value(engine: jaxkv.Engine) -> No
     [again] = engine.generate([prompt], ask)
     assert again.prompt_logprobs is not None
     assert again.prompt_top_logprobs is not None
-    for tokens, own, tops in (
+    for tokens, logprobs, tops in (
         (first.tokens, first.logprobs, first.top_logprobs),
         (again.tokens, again.logprobs, again.top_logprobs),
         (
@@ -1061,6 +1073,6 @@ def test_a_token_among_the_most_likely_has_one_value(engine: jaxkv.Engine) -> No
             again.prompt_top_logprobs[begin:],
         ),
     ):
-        assert own is not None
+        assert logprobs is not None
         assert tops is not None
-        assert [{x: y} for x, y in zip(tokens, own, strict=True)] == tops
+        assert [{x: y} for x, y in zip(tokens, logprobs, strict=True)] == tops

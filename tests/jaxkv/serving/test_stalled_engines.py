@@ -49,7 +49,7 @@ def test_a_policy_without_progress_is_an_error(shared: jaxkv.Engine, mood: int) 
     # The engine is not lost: another policy serves the same request.
     with_mood(engine, PLAIN)
     done = [event.completion for event in engine.stream() if event.completion]
-    assert [each.request_id for each in done] == [name]
+    assert [completion.request_id for completion in done] == [name]
     ask = engines.Ask(name, [1, 2, 3, 4], ASK)
     assert done[0].tokens == engines.plain([ask], SERVED)[name][0]
 
@@ -77,8 +77,8 @@ def test_a_policy_that_masks_the_queue_serves_every_request(
     done = engine.generate(prompts, ASK)
     asks = [engines.Ask(i, prompt, ASK) for i, prompt in enumerate(prompts)]
     wanted = engines.plain(asks, SERVED)
-    for i, each in enumerate(done):
-        assert each.tokens == wanted[i][0]
+    for i, completion in enumerate(done):
+        assert completion.tokens == wanted[i][0]
 
 
 @pytest.mark.thorough
@@ -106,12 +106,12 @@ def test_waiting_for_an_arrival_is_no_stall(shared: jaxkv.Engine) -> None:
 def count(*calls: tuple[list[int], list[int]], num_tokens: int = 9) -> list[int]:
     """Steps without progress after each call, given (tokens, rows) of its steps."""
     counter = StepCounter()
-    found = []
+    step_counts = []
     for draws, rows in calls:
         arrays: Any = np.array(draws, bool), np.array(rows, np.int32)
         counter.count(*arrays, num_tokens=lambda: num_tokens)
-        found.append(counter.num_steps)
-    return found
+        step_counts.append(counter.num_steps)
+    return step_counts
 
 
 def test_steps_without_progress_are_counted() -> None:
@@ -158,8 +158,10 @@ def test_preempting_a_part_of_a_request_is_an_error_or_changes_no_token() -> Non
     for part in (0, 1):
         engine.policy = Splits(jnp.int32(part), jnp.bool_(False), jaxkv.fcfs())
         served = engine.generate(prompts, asks)
-        for each, other in zip(served, wanted, strict=True):
-            assert [x.tokens for x in each.answers] == [x.tokens for x in other.answers]
+        for completion, other in zip(served, wanted, strict=True):
+            assert [x.tokens for x in completion.answers] == [
+                x.tokens for x in other.answers
+            ]
         engine.policy = Splits(jnp.int32(part), jnp.bool_(True), jaxkv.fcfs())
         with pytest.raises(jaxkv.StallError, match=r"Plan\.preempt returns"):
             engine.generate(prompts, asks)

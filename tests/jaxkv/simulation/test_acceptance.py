@@ -175,8 +175,8 @@ def simulate(
         )
         return state, (info, state.ledger.slots, state.pages)
 
-    state, seen = jax.lax.scan(body, state, None, length=num_steps)
-    return Ran(state, *seen)
+    state, infos = jax.lax.scan(body, state, None, length=num_steps)
+    return Ran(state, *infos)
 
 
 run = jax.jit(
@@ -206,15 +206,15 @@ def test_acceptance_rate_0_decodes_plainly_and_feeds_more() -> None:
     for bounds in (ROOMY, TIGHT):
         w = workload(3, 12, longest=25)
         plain = served(w, bounds, None)
-        mine = served(w, bounds, law(0.0))
+        zero_rate = served(w, bounds, law(0.0))
         for name in ("start", "drew", "num_admitted", "num_preempted", "num_finished"):
-            one, other = (getattr(x.infos, name) for x in (plain, mine))
+            one, other = (getattr(x.infos, name) for x in (plain, zero_rate))
             np.testing.assert_array_equal(one, other, name)
         np.testing.assert_array_equal(
-            plain.state.ledger.events, mine.state.ledger.events
+            plain.state.ledger.events, zero_rate.state.ledger.events
         )
-        assert set(itertools.chain(*gains(mine.infos))) == {1}
-        work = mine.infos.work
+        assert set(itertools.chain(*gains(zero_rate.infos))) == {1}
+        work = zero_rate.infos.work
         before = plain.infos.work
         for name in before._fields[: -len(before._field_defaults)]:
             one = getattr(work, name)
@@ -222,8 +222,8 @@ def test_acceptance_rate_0_decodes_plainly_and_feeds_more() -> None:
             np.testing.assert_array_equal(one, other, name)
         assert work.num_drafts.sum() > 100
         assert work.num_accepted.sum() == 0
-        assert (mine.infos.used_pages >= plain.infos.used_pages).all()
-    assert mine.infos.num_preempted.sum() > 0
+        assert (zero_rate.infos.used_pages >= plain.infos.used_pages).all()
+    assert zero_rate.infos.num_preempted.sum() > 0
 
 
 def test_acceptance_rate_1_emits_one_token_more_than_drafts() -> None:
@@ -232,9 +232,9 @@ def test_acceptance_rate_1_emits_one_token_more_than_drafts() -> None:
     )
     for num in (0, 2, 3):
         ran = served(w, ROOMY, law(1.0, num))
-        for output, found in enumerate(gains(ran.infos), 1):
-            whole, rest = divmod(output - 1, num + 1)
-            assert found == [1] + [num + 1] * whole + [rest] * (rest > 0)
+        for output, gain in enumerate(gains(ran.infos), 1):
+            full_steps, remainder = divmod(output - 1, num + 1)
+            assert gain == [1] + [num + 1] * full_steps + [remainder] * (remainder > 0)
         work = ran.infos.work
         assert work.num_drawn.sum() == np.arange(1, 13).sum()
         assert work.draft_steps.max() == num
@@ -260,13 +260,13 @@ def test_mean_tokens_per_step_follow_the_acceptance_rate() -> None:
 
     infos = jax.tree.map(np.asarray, all_of(laws))
     for i, (chance, num) in enumerate(cases):
-        whole = []
-        for found in gains(jax.tree.map(lambda x, i=i: x[i], infos)):
-            left = num_tokens - np.cumsum(found) + found
-            whole += np.array(found)[1:][left[1:] > num].tolist()
-            assert sum(found) == num_tokens
+        full_gains = []
+        for request_gains in gains(jax.tree.map(lambda x, i=i: x[i], infos)):
+            left = num_tokens - np.cumsum(request_gains) + request_gains
+            full_gains += np.array(request_gains)[1:][left[1:] > num].tolist()
+            assert sum(request_gains) == num_tokens
         expected = (1 - chance ** (num + 1)) / (1 - chance)
-        np.testing.assert_allclose(np.mean(whole), expected, rtol=0.03)
+        np.testing.assert_allclose(np.mean(full_gains), expected, rtol=0.03)
 
 
 def test_each_place_may_have_its_own_acceptance_rate() -> None:
@@ -275,8 +275,8 @@ def test_each_place_may_have_its_own_acceptance_rate() -> None:
     )
     # Drafts after a rejected draft are rejected.
     for chances, gain in (((1, 0, 1), 2), ((0, 1, 1), 1), ((1, 1, 0), 3)):
-        found = gains(served(w, ROOMY, law(chances)).infos)
-        assert found == [[1] + [gain] * (30 // gain)] * 12
+        request_gains = gains(served(w, ROOMY, law(chances)).infos)
+        assert request_gains == [[1] + [gain] * (30 // gain)] * 12
 
 
 def test_acceptance_does_not_depend_on_other_sequences() -> None:
@@ -291,18 +291,18 @@ def test_acceptance_does_not_depend_on_other_sequences() -> None:
 @pytest.mark.thorough
 def test_acceptance_is_independent_between_samples() -> None:
     w = workload(3, 12, max_samples=3)._replace(output=jnp.full(12, 30, jnp.int32))
-    found = gains(served(w, ROOMY, law(0.6), max_samples=3).infos)
+    request_gains = gains(served(w, ROOMY, law(0.6), max_samples=3).infos)
     both = [x for x, num in enumerate(np.asarray(w.samples)) if num > 1]
-    assert all(found[3 * x] != found[3 * x + 1] for x in both)
+    assert all(request_gains[3 * x] != request_gains[3 * x + 1] for x in both)
 
 
 def test_the_key_of_a_request_is_the_engines() -> None:
     key = jnp.asarray(request_key(7 << 33, 0, 0))
     ids = jnp.asarray([[0, 5], [2**31 - 1, 9]], jnp.int32)
-    found = np.asarray(request_keys(key, ids))
+    keys = np.asarray(request_keys(key, ids))
     for at in np.ndindex(2, 2):
         expected = request_key(None, 7 << 33, int(ids[at]))
-        np.testing.assert_array_equal(found[at], expected)
+        np.testing.assert_array_equal(keys[at], expected)
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
@@ -353,13 +353,13 @@ def test_contiguous_places_have_room_for_drafts() -> None:
     bounds = ROOMY._replace(num_pages=jnp.int32(64))
     cost = costs.with_drafter(COST, step_s=0.001)
     member = SimulationMember(w, bounds, RULE, cost, taken, law(0.7))
-    found = simulation.simulate(
+    outcome = simulation.simulate(
         simulation.stack([member]), max_slots=6, keep_trace=True
     )
-    assert np.isfinite(found.finish_s).all()
-    assert found.totals.drawn == np.asarray(w.output).sum()
-    assert found.trace is not None
-    assert found.trace.info.enough.all()
+    assert np.isfinite(outcome.finish_s).all()
+    assert outcome.totals.drawn == np.asarray(w.output).sum()
+    assert outcome.trace is not None
+    assert outcome.trace.info.enough.all()
 
 
 # On the host
@@ -371,36 +371,36 @@ def test_all_steps_are_summed() -> None:
     laws = [law(0.7), law(0.7, 0), law((0.9, 0.5, 0.1), seed=3)]
     members = simulation.stack(
         [
-            SimulationMember(load, TIGHT, RULE, COST, None, each)
-            for load, each in zip(loads, laws, strict=True)
+            SimulationMember(load, TIGHT, RULE, COST, None, acceptance_law)
+            for load, acceptance_law in zip(loads, laws, strict=True)
         ]
     )
-    found = simulation.simulate(
+    outcome = simulation.simulate(
         members, max_slots=6, keep_trace=True, steps_per_call=50
     )
-    assert found.trace is not None
-    assert found.totals.drafted[1] == 0
+    assert outcome.trace is not None
+    assert outcome.totals.drafted[1] == 0
     for i, load in enumerate(loads):
-        trace = found.trace.member(i)
+        trace = outcome.trace.member(i)
         info: Any = trace.info
         output = np.asarray(load.output)
-        assert found.totals.drawn[i] == output.sum()
-        assert found.totals.drafted[i] == info.work.num_drafts.sum()
+        assert outcome.totals.drawn[i] == output.sum()
+        assert outcome.totals.drafted[i] == info.work.num_drafts.sum()
         # Fed and kept: all tokens except the last of a sequence, and recomputed ones.
-        kept = found.totals.decoded[i] + found.totals.read[i]
-        kept += info.work.num_accepted.sum()
+        num_processed = outcome.totals.decoded[i] + outcome.totals.read[i]
+        num_processed += info.work.num_accepted.sum()
         tokens = np.asarray(load.prompt) + output - 1
-        assert kept == tokens.sum() + found.recomputed[i].sum()
+        assert num_processed == tokens.sum() + outcome.recomputed[i].sum()
         end_s = trace.start_s + info.micros / 1e6
         gaps = gaps_between_tokens(info.drew, end_s, info.num_drawn)
         num = np.bincount(gaps.sequence, minlength=12)
         np.testing.assert_array_equal(num, output - 1)
         spent = np.bincount(gaps.sequence, gaps.seconds, minlength=12)
-        took = (found.finish_s - found.first_s)[i]
+        took = (outcome.finish_s - outcome.first_s)[i]
         np.testing.assert_allclose(spent, took, atol=1e-6)
     # The same without a trace, and in a run to the end without the driver.
     short = simulation.simulate(members, max_slots=6)
-    np.testing.assert_array_equal(short.finish_s, found.finish_s)
+    np.testing.assert_array_equal(short.finish_s, outcome.finish_s)
     last = loads[2]
     state = jax.jit(
         lambda w, x: step.simulate_workload(
@@ -408,7 +408,7 @@ def test_all_steps_are_summed() -> None:
         )
     )(last, laws[2])
     alone = read_outcomes(state, last)
-    np.testing.assert_array_equal(alone.finish_s, found.finish_s[2])
+    np.testing.assert_array_equal(alone.finish_s, outcome.finish_s[2])
 
 
 def test_laws_of_several_sizes_are_not_mapped_together() -> None:
@@ -438,16 +438,16 @@ SPECULATES = costs.make_work(
 
 
 def test_the_roofline_of_verification_is_that_of_its_rows() -> None:
-    found = step_models.make_roofline_cost(
+    roofline = step_models.make_roofline_cost(
         shapes.describe("opt-13b"),
         find_device("a100-80gb"),
         compute_share=0.01,
     )
     new = jnp.array([70, 4, 2])
     past = jnp.array([50, 400, 9])
-    assert isinstance(found.cost, step_models.RooflineCost)
-    apart = steps.step_work(found.cost.step, new, past, jnp.int32(3 + 4))
-    np.testing.assert_allclose(found.cost(SPECULATES), apart.time_s, rtol=1e-6)
+    assert isinstance(roofline.cost, step_models.RooflineCost)
+    apart = steps.step_work(roofline.cost.step, new, past, jnp.int32(3 + 4))
+    np.testing.assert_allclose(roofline.cost(SPECULATES), apart.time_s, rtol=1e-6)
 
 
 def test_a_draft_costs_what_a_sequence_more_does() -> None:
@@ -456,9 +456,9 @@ def test_a_draft_costs_what_a_sequence_more_does() -> None:
     )
     feeds = 0.010 + 1e-5 * (411 + 120) + 2e-4 * (2 + 4) + 5e-4 * 70
     assert float(cost(SPECULATES)) == pytest.approx(feeds)
-    many = SPECULATES._replace(num_drafts=jnp.int32(93), num_decodes=jnp.int32(2))
+    wide_work = SPECULATES._replace(num_drafts=jnp.int32(93), num_decodes=jnp.int32(2))
     feeds = 0.020 + 1e-5 * (411 + 120) + 1e-4 * 95 + 5e-4 * 70
-    assert float(cost(many)) == pytest.approx(feeds)
+    assert float(cost(wide_work)) == pytest.approx(feeds)
 
 
 def test_a_drafter_takes_a_step_for_each_draft_of_the_longest() -> None:
@@ -484,8 +484,8 @@ def test_parts_of_a_step_keep_their_drafts() -> None:
 
     reads = 1e6 + 1e3
     decodes = 4e6 + 6e3 + 6 + 1e-3 * (411 + 1220)
-    found = SerializedPhases(count, jnp.asarray(True))(SPECULATES)
-    assert float(found) == pytest.approx(reads + decodes)
+    seconds = SerializedPhases(count, jnp.asarray(True))(SPECULATES)
+    assert float(seconds) == pytest.approx(reads + decodes)
     assert float(
         SerializedPhases(count, jnp.asarray(False))(SPECULATES)
     ) == pytest.approx(reads + decodes)
@@ -581,9 +581,9 @@ BUGS = {
 def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         # A new program, since that of the correct functions is cached.
-        mine = functools.partial(simulate)
+        fresh_simulate = functools.partial(simulate)
         fresh = jax.jit(
-            mine,
+            fresh_simulate,
             static_argnames=("max_samples", "num_steps"),
         )
         patch.setitem(globals(), "run", fresh)

@@ -42,9 +42,9 @@ def test_blocks_equal_those_of_free_lists(num_leaves: int) -> None:
         start[: len(held)] = held
         num[: len(held)] = [1 << twin.orders[x] for x in held]
         order = int(rng.integers(0, 5))
-        found = int(find(idle, start, num, jnp.int32(order)))
+        block = int(find(idle, start, num, jnp.int32(order)))
         expected = twin.allocate(order)
-        assert found == (-1 if expected is None else expected)
+        assert block == (-1 if expected is None else expected)
         refused += expected is None
     assert 0 < refused < 80
 
@@ -53,13 +53,13 @@ def test_reserved_places_of_each_rule() -> None:
     """As in the paper: an answer of 25 tokens becomes 32."""
     prompt = jnp.array([100, 100, 1, 900])
     output = jnp.array([25, 32, 1, 1100])
-    found = {
+    sizes = {
         rule: contiguous.reserved_places(
             jnp.int32(i), prompt, output, jnp.int32(2048)
         ).tolist()
         for i, rule in enumerate(contiguous.RESERVATION_RULES)
     }
-    assert found == {
+    assert sizes == {
         "max": [2048] * 4,
         "pow2": [132, 132, 2, 2048],
         "oracle": [125, 132, 2, 2000],
@@ -129,14 +129,14 @@ def test_orca_admits_in_order_while_blocks_are_free() -> None:
         blocks: dict[int, Any] = {}
         steps = zip(trace[0][i], trace[1][i], trace[-1].drew[i], strict=True)
         for sequence, block, drew in steps:
-            there = dict(zip(sequence.tolist(), block.tolist(), strict=True))
+            block_of = dict(zip(sequence.tolist(), block.tolist(), strict=True))
             # A step admits before it ends sequences: one that is admitted and ends in
             # the same step is in no state, but drew.
-            for came in sorted({*there, *drew.tolist()} - set(blocks) - {-1}):
+            for came in sorted({*block_of, *drew.tolist()} - set(blocks) - {-1}):
                 blocks[came] = twin.allocate(orders[i][came])
-                assert blocks[came] == there.get(came, blocks[came])
-            for gone in set(blocks) - set(there):
-                twin.release(blocks.pop(gone))
+                assert blocks[came] == block_of.get(came, blocks[came])
+            for sequence_id in set(blocks) - set(block_of):
+                twin.release(blocks.pop(sequence_id))
     split = trace[-1].split
     used = trace[-1].used_pages * leaf
     assert (split.tokens + split.reserved + split.internal <= used).all()

@@ -31,9 +31,9 @@ TOTAL = (40, 30, 25)
 
 def load(seed: int, num: int, clients: int) -> Workload:
     """Requests, of which the middle one can never fit."""
-    made = simulations.workload(seed, num, rate=20.0, longest=29)
-    prompt = made.prompt.at[num // 2].set(70)
-    return made._replace(prompt=prompt, clients=jnp.int32(clients))
+    base = simulations.workload(seed, num, rate=20.0, longest=29)
+    prompt = base.prompt.at[num // 2].set(70)
+    return base._replace(prompt=prompt, clients=jnp.int32(clients))
 
 
 LOADS = [
@@ -57,73 +57,81 @@ def served(**options: Any) -> SimulationResult:
 
 
 def test_all_are_served_and_all_steps_are_summed() -> None:
-    found = served()
+    outcome = served()
     for i, load in enumerate(LOADS):
         num = TOTAL[i]
-        assert found.rejected[i].nonzero()[0].tolist() == [num // 2]
-        there = np.arange(max(TOTAL)) < num
-        there[num // 2] = False
-        np.testing.assert_array_equal(np.isfinite(found.finish_s[i]), there)
-        assert found.trace is not None
-        trace = found.trace.member(i)
+        assert outcome.rejected[i].nonzero()[0].tolist() == [num // 2]
+        is_served = np.arange(max(TOTAL)) < num
+        is_served[num // 2] = False
+        np.testing.assert_array_equal(np.isfinite(outcome.finish_s[i]), is_served)
+        assert outcome.trace is not None
+        trace = outcome.trace.member(i)
         info: Any = trace.info
-        assert found.totals.drawn[i] == np.asarray(load.output)[there[:num]].sum()
-        assert found.totals.preempted[i] == found.preempted[i].sum()
+        assert outcome.totals.drawn[i] == np.asarray(load.output)[is_served[:num]].sum()
+        assert outcome.totals.preempted[i] == outcome.preempted[i].sum()
         # Fed: every prompt, all emitted tokens but the last one, and recomputed tokens.
-        fed = found.totals.decoded[i] + found.totals.read[i]
-        tokens = (np.asarray(load.prompt) + np.asarray(load.output) - 1)[there[:num]]
-        assert fed == tokens.sum() + found.recomputed[i].sum()
+        fed = outcome.totals.decoded[i] + outcome.totals.read[i]
+        tokens = (np.asarray(load.prompt) + np.asarray(load.output) - 1)[
+            is_served[:num]
+        ]
+        assert fed == tokens.sum() + outcome.recomputed[i].sum()
         busy = info.micros / clock.MICROS_PER_SECOND
-        np.testing.assert_allclose(found.totals.busy_s[i], busy.sum())
+        np.testing.assert_allclose(outcome.totals.busy_s[i], busy.sum())
         for mean, values in (
             ("batch", info.num_running),
             ("tokens", info.split.tokens),
         ):
             expected = (busy * values).sum() / busy.sum()
             places = 88 if mean == "tokens" else 1
-            np.testing.assert_allclose(getattr(found.means, mean)[i], expected / places)
+            np.testing.assert_allclose(
+                getattr(outcome.means, mean)[i], expected / places
+            )
         gaps = gaps_between_tokens(info.drew, trace.start_s + busy)
         spent = np.zeros(max(TOTAL))
         np.add.at(spent, gaps.sequence, gaps.seconds)
-        took = (found.finish_s - found.first_s)[i]
-        np.testing.assert_allclose(spent[there], took[there], atol=1e-6)
-    assert found.totals.preempted.sum() > 0
+        took = (outcome.finish_s - outcome.first_s)[i]
+        np.testing.assert_allclose(spent[is_served], took[is_served], atol=1e-6)
+    assert outcome.totals.preempted.sum() > 0
     np.testing.assert_allclose(
-        found.means.tokens
-        + found.means.reserved
-        + found.means.internal
-        + found.means.external,
+        outcome.means.tokens
+        + outcome.means.reserved
+        + outcome.means.internal
+        + outcome.means.external,
         1.0,
     )
 
 
 def test_in_a_closed_loop_requests_come_when_clients_are_answered() -> None:
-    found = served()
-    arrival = found.arrival_s[2]
-    finish = found.finish_s[2]
-    there = np.isfinite(finish)
-    for k, at in enumerate(arrival[there]):
-        before = np.sum(finish[there] <= at + 1e-6)
+    outcome = served()
+    arrival = outcome.arrival_s[2]
+    finish = outcome.finish_s[2]
+    is_served = np.isfinite(finish)
+    for k, at in enumerate(arrival[is_served]):
+        before = np.sum(finish[is_served] <= at + 1e-6)
         assert k - before < 2
     sent = clock.to_seconds(np.asarray(LOADS[2].arrival))
-    assert (arrival[: TOTAL[2]][there[: TOTAL[2]]] > sent[there[: TOTAL[2]]]).any()
+    assert (
+        arrival[: TOTAL[2]][is_served[: TOTAL[2]]] > sent[is_served[: TOTAL[2]]]
+    ).any()
 
 
 def test_a_simulation_ends_at_a_time() -> None:
-    whole = served()
+    full_run = served()
     cut = served(since_s=0.5, until_s=1.0)
     assert (cut.end_s == 1.0).all()
-    early = whole.finish_s <= 1.0
+    early = full_run.finish_s <= 1.0
     np.testing.assert_array_equal(np.isfinite(cut.finish_s), early)
-    np.testing.assert_array_equal(cut.finish_s[early], whole.finish_s[early])
+    np.testing.assert_array_equal(cut.finish_s[early], full_run.finish_s[early])
     assert cut.totals.busy_s.max() < 0.55
 
 
 def test_a_stopped_run_returns_partial_results() -> None:
     stopped = Quiet()
     stopped.stopped = True
-    found = served(progress=stopped)
-    assert 0 < np.isfinite(found.finish_s).sum() < np.isfinite(served().finish_s).sum()
+    outcome = served(progress=stopped)
+    assert (
+        0 < np.isfinite(outcome.finish_s).sum() < np.isfinite(served().finish_s).sum()
+    )
 
 
 def test_members_of_different_types_are_refused(no_type_checks) -> None:
@@ -152,10 +160,10 @@ def test_a_cost_may_be_a_function() -> None:
     members = [
         SimulationMember(load, BOUNDS, scheduling.fcfs(), step_s) for load in LOADS
     ]
-    found = simulation.simulate(
+    outcome = simulation.simulate(
         simulation.stack(members), max_slots=6, steps_per_call=50
     )
-    np.testing.assert_array_equal(found.finish_s, served().finish_s)
+    np.testing.assert_array_equal(outcome.finish_s, served().finish_s)
     other = members[0]._replace(cost=lambda work: jnp.float32(0.1))
     with pytest.raises(ValueError, match="cost must have the same type in all"):
         simulation.stack([members[1], other])
@@ -188,12 +196,12 @@ def test_one_server_of_constant_service_waits_as_queues_do() -> None:
         )
         for times in arrival
     ]
-    found = simulation.simulate(simulation.stack(members), max_slots=1, head=1)
+    outcome = simulation.simulate(simulation.stack(members), max_slots=1, head=1)
     free = np.zeros(len(rates))
     for k in range(num):
         free = np.maximum(free, arrival[:, k]) + service_s
-        np.testing.assert_allclose(found.finish_s[:, k], free, atol=1e-5)
-    waits = (found.finish_s - arrival - service_s).mean(axis=1).reshape(3, -1)
+        np.testing.assert_allclose(outcome.finish_s[:, k], free, atol=1e-5)
+    waits = (outcome.finish_s - arrival - service_s).mean(axis=1).reshape(3, -1)
     expected = [md1_waiting_s(float(rate), service_s) for rate in rates[::8]]
     np.testing.assert_allclose(waits.mean(axis=1), expected, rtol=0.08)
 
@@ -218,8 +226,8 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
         r" the first is request 20 of member \(0,\): 70 \+ \d+ tokens, 1 sequences"
     )
     with pytest.warns(UserWarning, match=line):
-        found = read_outcomes(state, members.workload)
-    for name, values in vars(found).items():
+        outcome = read_outcomes(state, members.workload)
+    for name, values in vars(outcome).items():
         np.testing.assert_array_equal(values, getattr(expected, name), name)
     one: Any = jax.tree.map(lambda x: x[2], (state, members.workload))
     np.testing.assert_array_equal(
@@ -230,11 +238,11 @@ def test_a_run_to_the_end_is_that_of_the_driver() -> None:
 class AdmitFirst(NamedTuple):
     """A policy that admits the first requests, and then none."""
 
-    most: jax.Array
+    max_admitted: jax.Array
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:
-        room = self.most - jnp.sum(counts.running, dtype=jnp.int32)
+        room = self.max_admitted - jnp.sum(counts.running, dtype=jnp.int32)
         rank = jnp.arange(counts.waiting.shape[0], dtype=jnp.int32)
         return scheduling.fcfs().plan(
             counts._replace(waiting=counts.waiting & (rank < room))
@@ -246,26 +254,28 @@ def test_a_run_without_admissions_ends_with_a_warning() -> None:
     load = make_workload(np.zeros(3), np.full(3, 5), np.full(3, 2))
 
     @jax.jit
-    def run(most: jax.Array) -> Simulation:
-        def one(most: jax.Array) -> Simulation:
-            return simulate_workload(load, BOUNDS, AdmitFirst(most), COST, max_slots=6)
+    def run(max_admitted: jax.Array) -> Simulation:
+        def one(max_admitted: jax.Array) -> Simulation:
+            return simulate_workload(
+                load, BOUNDS, AdmitFirst(max_admitted), COST, max_slots=6
+            )
 
-        return jax.vmap(one)(most)
+        return jax.vmap(one)(max_admitted)
 
     state = run(jnp.arange(2, dtype=jnp.int32))
     line = r"3 of 6 requests were not served to their end; the first is request 0 of"
     with pytest.warns(UserWarning, match=line):
-        found = read_outcomes(state, load)
-    np.testing.assert_array_equal(np.isfinite(found.finish_s).sum(1), [0, 3])
-    assert not found.rejected.any()
+        outcome = read_outcomes(state, load)
+    np.testing.assert_array_equal(np.isfinite(outcome.finish_s).sum(1), [0, 3])
+    assert not outcome.rejected.any()
 
 
 def test_bounds_are_checked_and_have_defaults() -> None:
-    made = Capacity.of(num_pages=22)
-    assert [int(x) for x in made] == [22, 16, 2048, 2048, 0]
-    for name, least in (("num_pages", 1), ("max_length", 2), ("max_swap_pages", 0)):
-        line = rf"{name}={least - 1} must be in \[{least}, 1073741824\)"
+    capacity = Capacity.of(num_pages=22)
+    assert [int(x) for x in capacity] == [22, 16, 2048, 2048, 0]
+    for name, minimum in (("num_pages", 1), ("max_length", 2), ("max_swap_pages", 0)):
+        line = rf"{name}={minimum - 1} must be in \[{minimum}, 1073741824\)"
         with pytest.raises(ValueError, match=line):
-            Capacity.of(**{"num_pages": 22, name: least - 1})
+            Capacity.of(**{"num_pages": 22, name: minimum - 1})
     with pytest.raises(ValueError, match="page_size=True must be a whole number"):
         Capacity.of(num_pages=22, page_size=True)

@@ -122,13 +122,15 @@ def test_steps_equal_those_of_plain_python(seed: int) -> None:
         }
         for field, values in expected.items():
             other = work.get(field, getattr(info, field, None))
-            found = actual.get(field, other)
-            np.testing.assert_array_equal(found, values, err_msg=field)
+            column = actual.get(field, other)
+            np.testing.assert_array_equal(column, values, err_msg=field)
         num = x["prompt"].size
         times = [[r.arrival_us, r.finish_us] for r in slow.requests]
-        found = np.stack([result.arrival_s[member], result.finish_s[member]], axis=1)
-        np.testing.assert_allclose(found[:num], np.array(times) / 1e6, atol=1e-7)
-        assert np.isnan(found[num:]).all()
+        member_times = np.stack(
+            [result.arrival_s[member], result.finish_s[member]], axis=1
+        )
+        np.testing.assert_allclose(member_times[:num], np.array(times) / 1e6, atol=1e-7)
+        assert np.isnan(member_times[num:]).all()
         num_preempted += expected["num_preempted"].sum()
         num_waiting += expected["num_waiting"].sum()
     assert not result.rejected.any()
@@ -163,11 +165,11 @@ def test_requests_enter_in_order_of_time_and_index() -> None:
             clock=jnp.asarray(clock, jnp.int32), num_waiting=jnp.int32(1)
         )
         left, books, upcoming = enqueue(state, books, order, 7)
-        known = sorted((*times[i].tolist(), i) for i in [*roots[1:], *turns])
-        come = [x for x in known if tuple(x[:2]) <= tuple(clock.tolist())][:6]
+        arrivals = sorted((*times[i].tolist(), i) for i in [*roots[1:], *turns])
+        come = [x for x in arrivals if tuple(x[:2]) <= tuple(clock.tolist())][:6]
         assert books.queue[1 : 1 + len(come)].tolist() == [x[2] for x in come]
         assert int(books.num_waiting) == 1 + len(come)
-        following = known[len(come) :]
+        following = arrivals[len(come) :]
         if following:
             assert (*upcoming.time.tolist(), int(upcoming.request)) == following[0]
         else:
@@ -196,15 +198,15 @@ def test_steps_equal_those_of_an_engine_and_its_client(name: str, seed: int) -> 
     if name in simulations.BY_ATTRIBUTES:
         w = simulations.with_attributes(w, seed)
     after, delay_us = simulations.dependencies(seed, num)
-    made = make_workload(
+    session_load = make_workload(
         np.zeros(num),
         np.asarray(w.prompt),
         np.asarray(w.output),
         after=after,
         delay_s=delay_us / 1e6,
     )
-    arrival = np.where(after[:, :1] < 0, np.asarray(w.arrival), made.arrival)
-    w = w._replace(arrival=jnp.asarray(arrival), dependencies=made.dependencies)
+    arrival = np.where(after[:, :1] < 0, np.asarray(w.arrival), session_load.arrival)
+    w = w._replace(arrival=jnp.asarray(arrival), dependencies=session_load.dependencies)
     run = simulations.compare_with_engine(w, case, seed)
     simulations.assert_equal_steps(run)
     assert int(run.simulation.num_done) == num
@@ -251,9 +253,9 @@ def test_requests_after_a_rejected_one_are_never_sent() -> None:
 )
 def test_impossible_sessions_are_refused(options: dict[str, Any], line: str) -> None:
     ones = np.ones(3, int)
-    given = {"arrival_s": np.zeros(3), "after": [[-1], [0], [-1]]} | options
+    arguments = {"arrival_s": np.zeros(3), "after": [[-1], [0], [-1]]} | options
     with pytest.raises(ValueError, match=line):
-        make(prompt=ones, output=ones, **given)
+        make(prompt=ones, output=ones, **arguments)
 
 
 def dependencies(after: np.ndarray) -> Dependencies:

@@ -69,8 +69,10 @@ def test_policies_see_the_same_attributes_in_the_engine(name: str, seed: int) ->
         w._replace(attributes=None, limit=None), case, seed
     ).infos
     ours = run.infos.num_admitted, run.infos.num_preempted
-    theirs = plain.num_admitted, plain.num_preempted
-    assert any(not np.array_equal(x, y) for x, y in zip(ours, theirs, strict=True))
+    plain_counts = plain.num_admitted, plain.num_preempted
+    assert any(
+        not np.array_equal(x, y) for x, y in zip(ours, plain_counts, strict=True)
+    )
 
 
 @pytest.mark.thorough
@@ -84,12 +86,12 @@ def test_it_schedules_as_the_engine(name: str, seed: int) -> None:
     assert_equal_steps(run)
     at = [r * case.max_samples + i for r in range(num) for i in range(samples[r])]
     assert int(run.simulation.num_served) == num
-    noted, theirs = (
+    noted, engine_events = (
         SequenceEvents(*np.asarray(x.ledger.events).T)
         for x in (run.simulation, run.engine)
     )
     np.testing.assert_array_equal(
-        noted.num_recomputed[at], theirs.num_recomputed[: len(at)]
+        noted.num_recomputed[at], engine_events.num_recomputed[: len(at)]
     )
     column = SequenceProgress._fields.index("num_preempted")
     times, their_times = (
@@ -231,9 +233,9 @@ def test_places_are_divided_by_their_use() -> None:
 
 
 def test_a_group_is_one_where_a_sequence_between_has_ended() -> None:
-    found = ledger.find_groups(jnp.asarray([-1, 3, -1, 3, 4, -1], jnp.int32))
-    assert found.first.tolist() == [0, 1, 2, 1, 4, 5]
-    assert found.is_first.tolist() == [True, True, True, False, True, True]
+    groups = ledger.find_groups(jnp.asarray([-1, 3, -1, 3, 4, -1], jnp.int32))
+    assert groups.first.tolist() == [0, 1, 2, 1, 4, 5]
+    assert groups.is_first.tolist() == [True, True, True, False, True, True]
 
 
 def test_time_passes_in_microseconds() -> None:
@@ -315,8 +317,8 @@ def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as patch:
         bug.noticed_by(*bug.arguments)
         # A new program, since that of the correct functions is cached.
-        mine = functools.partial(simulate)
-        patch.setitem(globals(), "run", jax.jit(mine))
+        fresh_simulate = functools.partial(simulate)
+        patch.setitem(globals(), "run", jax.jit(fresh_simulate))
         mutation.seed(patch, bug)
         with pytest.raises(AssertionError):
             bug.noticed_by(*bug.arguments)

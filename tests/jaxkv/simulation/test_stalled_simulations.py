@@ -45,12 +45,12 @@ def test_a_policy_without_progress_is_an_error(mood: int) -> None:
 
 
 def test_policies_that_mask_or_wait_serve_every_request() -> None:
-    found = simulate(moods.PLAIN, moods.SHORTEST, moods.FILLS)
-    assert np.isfinite(found.finish_s).all()
+    outcome = simulate(moods.PLAIN, moods.SHORTEST, moods.FILLS)
+    assert np.isfinite(outcome.finish_s).all()
     # The longest request is served first or last; the fourth waits for the fifth.
-    assert found.first_s[1, 0] > found.first_s[1, 1:3].max()
-    assert found.first_s[0, 3] < 9.2
-    assert found.first_s[2, 3] > 9.5
+    assert outcome.first_s[1, 0] > outcome.first_s[1, 1:3].max()
+    assert outcome.first_s[0, 3] < 9.2
+    assert outcome.first_s[2, 3] > 9.5
 
 
 @pytest.mark.thorough
@@ -65,9 +65,9 @@ def test_a_run_inside_a_program_ends_and_its_latency_is_not_a_number() -> None:
         with pytest.warns(
             UserWarning, match="5 of 5 requests were not served to their"
         ):
-            found = read_outcomes(state, LOAD)
+            outcome = read_outcomes(state, LOAD)
         with pytest.warns(UserWarning, match="5 of 5 requests have no value"):
             latency = normalised_latency_s(
-                found.arrival_s, found.finish_s, np.asarray(LOAD.output)
+                outcome.arrival_s, outcome.finish_s, np.asarray(LOAD.output)
             )
         assert np.isnan(latency)

@@ -106,18 +106,18 @@ def test_steps_equal_those_of_the_reference(name: str, seed: int) -> None:
     steps = zip(*reference.run(), strict=True)
     expected = dict(zip(ReferenceStep._fields, map(np.array, steps), strict=True))
     workload = make_workload(arrival_us / 1e6, prompt, output, context=context)
-    found = simulated(workload, load)
-    start = found.start.astype(np.int64)
-    work = found.work._asdict()
+    our_steps = simulated(workload, load)
+    start = our_steps.start.astype(np.int64)
+    work = our_steps.work._asdict()
     actual = {
         "start_us": start[:, 0] * 1_000_000 + start[:, 1],
         **{x: work[x] for x in ReferenceStep._fields if x in work},
-        "num_admitted": found.num_admitted,
-        "num_preempted": found.num_preempted,
-        "num_waiting": found.num_waiting,
-        "num_running": found.num_running,
-        "num_finished": found.num_finished,
-        "used_blocks": found.used_pages,
+        "num_admitted": our_steps.num_admitted,
+        "num_preempted": our_steps.num_preempted,
+        "num_waiting": our_steps.num_waiting,
+        "num_running": our_steps.num_running,
+        "num_finished": our_steps.num_finished,
+        "used_blocks": our_steps.used_pages,
     }
     assert actual.keys() == expected.keys()
     for field, values in expected.items():

@@ -63,16 +63,16 @@ def test_the_chosen_length_gives_the_most_tokens_per_second(seed: int) -> None:
     num = int(rng.integers(1, 7))
     steps = np.sort(rng.uniform(1, 3, (4, 4)), axis=1)
     best = 0
-    most = 0.0
+    best_rate = 0.0
     for column, length in enumerate((0, 3, 6, 12)):
         tokens = 1 + finds * reached[:length].sum()
         costs = [np.interp(num, (1, 2, 4, 6), steps[:, c]) for c in (column, 0)]
-        some = 1 - (1 - finds) ** num
-        rate = tokens / (some * costs[0] + (1 - some) * 1.1 * costs[1])
+        find_chance = 1 - (1 - finds) ** num
+        rate = tokens / (find_chance * costs[0] + (1 - find_chance) * 1.1 * costs[1])
         rate = rate if column else 1.05 * tokens / costs[0]
-        if rate > most + 1e-6:
+        if rate > best_rate + 1e-6:
             best = column
-            most = rate
+            best_rate = rate
     chosen = adaptive.choose_draft_length(
         learned(chance, finds, steps), jnp.float32(num)
     )
@@ -218,7 +218,7 @@ def test_disabled_drafting_equals_an_engine_without_speculation() -> None:
         speculation=speculation,
     )
     ours = drafting.info
-    theirs = engines.serve(asks, plain).info
+    plain_info = engines.serve(asks, plain).info
     assert ours.num_drafts is not None
     assert not ours.num_drafts.any()
     assert ours.is_disabled is not None
@@ -227,37 +227,37 @@ def test_disabled_drafting_equals_an_engine_without_speculation() -> None:
     ].all()  # no request is left after that
     assert not ours.tokens[:, :, 1:].any()
     # The first call may draft, so it runs another program.
-    np.testing.assert_allclose(ours.logprobs[:, :, :1], theirs.logprobs, atol=1e-6)
+    np.testing.assert_allclose(ours.logprobs[:, :, :1], plain_info.logprobs, atol=1e-6)
     ours = ours._replace(
         tokens=ours.tokens[:, :, :1],
-        logprobs=theirs.logprobs,
+        logprobs=plain_info.logprobs,
         num_drafts=None,
         is_disabled=None,
     )
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    jax.tree.map(np.testing.assert_array_equal, ours, plain_info)
 
 
 def scans_of(jaxpr: Any) -> list[Counter[str]]:
     """Operations of the outermost scans, including nested ones."""
 
-    def inside(each: Any) -> list[Any]:
-        inner = jax.extend.core.jaxprs_in_params(each.params)
+    def inside(equation: Any) -> list[Any]:
+        inner = jax.extend.core.jaxprs_in_params(equation.params)
         return [getattr(one, "jaxpr", one) for one in inner]
 
     def count(jaxpr: Any) -> Counter[str]:
         names: Counter[str] = Counter()
-        for each in jaxpr.eqns:
-            names[each.primitive.name] += 1
-            for one in inside(each):
+        for equation in jaxpr.eqns:
+            names[equation.primitive.name] += 1
+            for one in inside(equation):
                 names += count(one)
         return names
 
-    found = []
-    for each in jaxpr.eqns:
-        of = count if each.primitive.name == "scan" else None
-        for one in inside(each):
-            found += [of(one)] if of else scans_of(one)
-    return found
+    scans = []
+    for equation in jaxpr.eqns:
+        of = count if equation.primitive.name == "scan" else None
+        for one in inside(equation):
+            scans += [of(one)] if of else scans_of(one)
+    return scans
 
 
 @pytest.mark.thorough
@@ -267,8 +267,8 @@ def test_a_call_without_drafts_traces_the_plain_steps() -> None:
     def traced(may_draft: bool, **how: Any) -> Counter[str]:
         run, arguments, _ = engine_programs.steps(8, **how)
         run = functools.partial(run, may_draft=may_draft)
-        (found,) = scans_of(jax.make_jaxpr(run)(*arguments).jaxpr)
-        return found
+        (scan,) = scans_of(jax.make_jaxpr(run)(*arguments).jaxpr)
+        return scan
 
     config = dataclasses.replace(engine_programs.CONFIG, max_drafts=2)
     speculation = Speculation(Adaptive(Jacobi()), SharedNoiseVerifier())
@@ -276,8 +276,8 @@ def test_a_call_without_drafts_traces_the_plain_steps() -> None:
         traced(may, config=config, speculation=speculation) for may in (False, True)
     )
     plain = traced(True)
-    for each in (plain, rests):  # the state has more leaves, in the same order
-        del each["optimization_barrier"]
+    for counts in (plain, rests):  # the state has more leaves, in the same order
+        del counts["optimization_barrier"]
     assert rests == plain
     assert drafts.total() > 1.2 * rests.total()
 

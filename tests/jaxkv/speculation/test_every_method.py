@@ -44,8 +44,10 @@ def with_module() -> LoadedModel:
     """The model with a random module for multi-token prediction."""
     model = load_model(FOLDER)
     config = dataclasses.replace(model.config, num_ahead_layers=1)
-    own = init_params(config, jax.random.key(0))["ahead"]
-    return model._replace(config=config, params={**model.params, "ahead": own})
+    module_params = init_params(config, jax.random.key(0))["ahead"]
+    return model._replace(
+        config=config, params={**model.params, "ahead": module_params}
+    )
 
 
 @functools.cache
@@ -82,12 +84,12 @@ def logits_of(params: Any, tokens: Any) -> Any:
     return models.logits(params, tokens, config=config)
 
 
-def gap(known: list[int], tokens: list[int]) -> float:
+def gap(context: list[int], tokens: list[int]) -> float:
     """Returns how far the two tokens differ, and how far the best is above both."""
     padded = np.zeros((1, PROMPT + ANSWER), np.int32)
-    padded[0, : len(known)] = known
+    padded[0, : len(context)] = context
     params = load_model(FOLDER).params
-    scores = np.asarray(logits_of(params, jnp.asarray(padded)))[0, len(known) - 1]
+    scores = np.asarray(logits_of(params, jnp.asarray(padded)))[0, len(context) - 1]
     return float(scores.max() - scores[tokens].min())
 
 
@@ -102,11 +104,11 @@ def test_tokens_are_those_of_plain_decoding(method: str, adaptive: bool) -> None
     if method == "mtp":
         how["loaded"] = with_module()
     how |= {"max_drafts": 8, "num_draft_buckets": 2 if adaptive else 1}
-    found = [answers(**how)]
+    batches = [answers(**how)]
     if method == "ngram" and not adaptive:
-        found.append(answers(max_slots=1, num=40, **how))
+        batches.append(answers(max_slots=1, num=40, **how))
     num_other = 0
-    for batch in found:
+    for batch in batches:
         for prompt, got, want in zip(prompts(), batch, plain(), strict=False):
             assert len(got) == len(want) == ANSWER
             same = [a == b for a, b in zip(got, want, strict=True)]

@@ -115,22 +115,22 @@ def drafted(drafter: Drafter) -> tuple[list[list[int]], Drafts, TargetAndDraftPa
     assert (rows >= 0).all()
     lengths = np.asarray(state.slots.num_tokens).tolist()
     tokens = np.asarray(s.tokens)
-    known = [tokens[row, :num] for row, num in zip(rows, lengths, strict=True)]
-    assert all(len(x) > len(ask.prompt) for x, ask in zip(known, asks, strict=True))
-    return [x.tolist() for x in known], drafts, params
+    histories = [tokens[row, :num] for row, num in zip(rows, lengths, strict=True)]
+    assert all(len(x) > len(ask.prompt) for x, ask in zip(histories, asks, strict=True))
+    return [x.tolist() for x in histories], drafts, params
 
 
 def features_of(tokens: list[int], taps: tuple[int, ...]) -> np.ndarray:
     model = models.merge(MODEL, engines.params())
-    found = run_sequences(model, jnp.asarray([tokens], jnp.int32), taps=taps)
-    return np.asarray(jnp.concatenate(found.taps)).T
+    outputs = run_sequences(model, jnp.asarray([tokens], jnp.int32), taps=taps)
+    return np.asarray(jnp.concatenate(outputs.taps)).T
 
 
 @pytest.mark.slow
 def test_medusa_drafts_the_best_guesses_of_every_head() -> None:
-    known, drafts, params = drafted(Medusa(HEADS, BUSH))
+    histories, drafts, params = drafted(Medusa(HEADS, BUSH))
     assert drafts.parents is not None
-    for slot, tokens in enumerate(known):
+    for slot, tokens in enumerate(histories):
         last = features_of(tokens[:-1], HEADS.taps)[-1:]
         said = head_logits(params.draft, params.target, jnp.asarray(last), config=HEADS)
         best = np.argsort(-np.asarray(said)[:, 0], axis=1)
@@ -164,17 +164,19 @@ def _unrolled(num_steps: int) -> Any:
 
 
 def logprobs_after(
-    known: list[int], path: list[int], params: TargetAndDraftParams
+    context: list[int], path: list[int], params: TargetAndDraftParams
 ) -> np.ndarray:
     """Log-probabilities after drafts, computed as in training."""
-    found = features_of(known[:-1], EAGLE.taps)
+    features = features_of(context[:-1], EAGLE.taps)
     size = 64
-    num = len(known) + len(path)
+    num = len(context) + len(path)
     # Features of the last known token and of drafts must not be read.
-    feature = np.random.default_rng(len(path)).normal(0, 9, (1, size, found.shape[1]))
-    feature[0, : len(found)] = found
+    feature = np.random.default_rng(len(path)).normal(
+        0, 9, (1, size, features.shape[1])
+    )
+    feature[0, : len(features)] = features
     tokens = np.zeros((1, size), np.int32)
-    tokens[0, :num] = known + path
+    tokens[0, :num] = context + path
     said = _unrolled(len(path) + 1)(
         params.draft, params.target, tokens, feature.astype("float32")
     )
@@ -197,8 +199,8 @@ def test_eagle_drafts_equal_a_slow_search(drafter: Eagle) -> None:
     """K and V of earlier rows come from features, those of drafts from the drafter's
     states.
     """
-    known, drafts, params = drafted(drafter)
-    for slot, tokens in enumerate(known):
+    histories, drafts, params = drafted(drafter)
+    for slot, tokens in enumerate(histories):
         root = logprobs_after(tokens, [], params)
         every: list[tuple[float, list[int]]] = []
         level = [(root[x], [int(x)]) for x in np.argsort(-root)[: drafter.branching]]
@@ -247,8 +249,8 @@ def test_the_noise_of_the_target_ranks_guesses() -> None:
     logits = jnp.asarray(rng.normal(0, 2, (4, 61)), jnp.float32)
     places = jnp.asarray([4, 5, 6, 9], jnp.int32)
     ranked = draws.shared_noise_logits(logits, params, places)
-    drawn = sampling.sample(logits, params, places)
-    assert jnp.argmax(ranked, axis=1).tolist() == drawn.token.tolist()
+    samples = sampling.sample(logits, params, places)
+    assert jnp.argmax(ranked, axis=1).tolist() == samples.token.tolist()
     np.testing.assert_array_equal(ranked[0], logits[0])
 
 
@@ -314,18 +316,20 @@ ACCEPTANCE = [[0.5, 0.25], [0.5, 0.125]]
 @pytest.mark.parametrize("heads", [HEADS, EAGLE], ids=["medusa", "eagle"])
 def test_folders_hold_heads(heads: Any, tmp_path: Path) -> None:
     params = jax.tree.map(lambda x: x.astype("bfloat16"), weights_of(heads))
-    kept: dict[str, Any] = {"acceptance": ACCEPTANCE, "model_card": "# Heads\n"}
-    folder = save_heads(tmp_path / "heads", heads, params, **kept)
+    metadata: dict[str, Any] = {"acceptance": ACCEPTANCE, "model_card": "# Heads\n"}
+    folder = save_heads(tmp_path / "heads", heads, params, **metadata)
     assert (folder / "README.md").read_text() == "# Heads\n"
-    found = load_heads(folder, MODEL)
-    assert found.config == heads
-    assert [list(x) for x in found.acceptance] == ACCEPTANCE
-    assert jax.tree.structure(found.params) == jax.tree.structure(params)
-    for got, wanted in zip(*map(jax.tree.leaves, (found.params, params)), strict=True):
+    stored_heads = load_heads(folder, MODEL)
+    assert stored_heads.config == heads
+    assert [list(x) for x in stored_heads.acceptance] == ACCEPTANCE
+    assert jax.tree.structure(stored_heads.params) == jax.tree.structure(params)
+    for got, wanted in zip(
+        *map(jax.tree.leaves, (stored_heads.params, params)), strict=True
+    ):
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(got, wanted.astype(jnp.float32))
     with pytest.raises(ValueError, match="already exists"):
-        save_heads(folder, heads, params, **kept)
+        save_heads(folder, heads, params, **metadata)
 
 
 @pytest.mark.parametrize(
@@ -420,8 +424,10 @@ def test_other_models_have_layers_of_their_own() -> None:
     tied = dataclasses.replace(MODEL, tie_embeddings=True, qkv_bias=True)
     config = EagleConfig(target=tied, taps=(2,))
     shapes = config.param_shapes()
-    drawn = config.init_params(jax.random.key(0))
-    assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(lambda x: x.shape, shapes)
-    assert not {"embed", "head"} & drawn.keys()
+    head_params = config.init_params(jax.random.key(0))
+    assert jax.tree.map(jnp.shape, head_params) == jax.tree.map(
+        lambda x: x.shape, shapes
+    )
+    assert not {"embed", "head"} & head_params.keys()
     ahead = dataclasses.replace(tied, num_ahead_layers=2)
     assert EagleConfig(target=ahead, taps=(2,)).param_shapes() == shapes

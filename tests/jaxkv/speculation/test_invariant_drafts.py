@@ -52,8 +52,8 @@ def serve(method: Any, setting: str, seed: int) -> Run:
     small = ModelWeights(SMALLER, engines.params(SMALLER))
     model = ModelWeights(MODEL, engines.params())
     if method == "mtp":
-        own = engines.params(AHEAD)["ahead"]
-        model = ModelWeights(AHEAD, {**model.params, "ahead": own})
+        module_params = engines.params(AHEAD)["ahead"]
+        model = ModelWeights(AHEAD, {**model.params, "ahead": module_params})
     served = build_speculative(
         model,
         config,

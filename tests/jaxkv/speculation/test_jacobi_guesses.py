@@ -18,19 +18,19 @@ SEQUENCES = 3
 NO_SEQUENCE = -1
 
 
-def says(known: list[int]) -> int:
+def says(context: list[int]) -> int:
     """A model whose token depends on the position, the last token, and older ones."""
-    old = sum(known[:-2]) % 5 == 0
-    return (5 * len(known) + 3 * (known[-1] % 4 == 0) + 7 * old) % 23
+    old = sum(context[:-2]) % 5 == 0
+    return (5 * len(context) + 3 * (context[-1] % 4 == 0) + 7 * old) % 23
 
 
 def iterate(prompt: list[int]) -> list[list[int]]:
     """Guesses of every iteration until the fixed point, for a block of all drafts."""
-    found = [[0] * NUM_DRAFTS]
-    while len(found) < 2 or found[-1] != found[-2]:
-        last = found[-1]
-        found.append([says(prompt + last[:i]) for i in range(NUM_DRAFTS)])
-    return found
+    guesses = [[0] * NUM_DRAFTS]
+    while len(guesses) < 2 or guesses[-1] != guesses[-2]:
+        last = guesses[-1]
+        guesses.append([says(prompt + last[:i]) for i in range(NUM_DRAFTS)])
+    return guesses
 
 
 class Sequence:
@@ -54,12 +54,12 @@ class Sequence:
 
 def verified(rows: list[tuple[int, list[int]] | None]) -> VerifyOutput:
     """Result of verification for all slots; None for a slot without a sampled token."""
-    some = [row or (0, [1] * (NUM_DRAFTS + 1)) for row in rows]
+    filled_rows = [row or (0, [1] * (NUM_DRAFTS + 1)) for row in rows]
     return VerifyOutput(
         num_drafts=jnp.full(len(rows), NUM_DRAFTS, jnp.int32),
-        accepted=jnp.asarray([accepted for accepted, _ in some], jnp.int32),
+        accepted=jnp.asarray([accepted for accepted, _ in filled_rows], jnp.int32),
         path=jnp.zeros((len(rows), NUM_DRAFTS), jnp.int32),
-        follows=jnp.asarray([follows for _, follows in some], jnp.int32),
+        follows=jnp.asarray([follows for _, follows in filled_rows], jnp.int32),
         emits=jnp.asarray([row is not None for row in rows]),
     )
 
@@ -75,7 +75,7 @@ def test_its_guesses_are_the_iterations_of_the_algorithm() -> None:
     config = dataclasses.replace(TIGHT, max_drafts=NUM_DRAFTS, token_budget=90)
     idle = engines.start(config)
     everyone = [Sequence(rng.integers(0, 23, 4).tolist()) for _ in range(SEQUENCES)]
-    wanted = [iterate(each.prompt) for each in everyone]
+    wanted = [iterate(request.prompt) for request in everyone]
     memory = drafter.init(config)
     taken = [0] * SEQUENCES
     for _ in range(3 * NUM_DRAFTS):
@@ -90,15 +90,15 @@ def test_its_guesses_are_the_iterations_of_the_algorithm() -> None:
                 rows[slot] = everyone[who].step(drafts.tokens[slot].tolist())
                 taken[who] += 1
         memory = drafter.learn(memory, state, verified(rows))
-        for who, each in enumerate(everyone):
-            new = each.known[len(each.prompt) :]
+        for who, request in enumerate(everyone):
+            new = request.known[len(request.prompt) :]
             assert len(new) >= min(taken[who], NUM_DRAFTS)
-            assert memory.tokens[who].tolist() == each.guesses
-            block = (new + each.guesses)[:NUM_DRAFTS]
+            assert memory.tokens[who].tolist() == request.guesses
+            block = (new + request.guesses)[:NUM_DRAFTS]
             assert block == wanted[who][min(taken[who], len(wanted[who]) - 1)]
-    assert all(len(found) - 2 <= NUM_DRAFTS for found in wanted)
+    assert all(len(iterations) - 2 <= NUM_DRAFTS for iterations in wanted)
     # Several tokens per step; otherwise the order of iterations would not matter.
-    assert min(len(found) - 2 for found in wanted) < NUM_DRAFTS
+    assert min(len(iterations) - 2 for iterations in wanted) < NUM_DRAFTS
     assert min(taken) > NUM_DRAFTS
 
 

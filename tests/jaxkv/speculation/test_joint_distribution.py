@@ -65,7 +65,7 @@ def guess(params: Any, pages: Any, rows: Any) -> ForwardResult:
 class Tree(Drafter):
     """Two guesses after the root, and two after the first of these."""
 
-    drawn: bool
+    is_drawn: bool
     """True if guesses are sampled from a distribution; False if they are chosen by the
     target's noise, as in `Medusa` and `Eagle`."""
     replacement: bool = False
@@ -78,22 +78,28 @@ class Tree(Drafter):
         self, params: Any, memory: Any, state: Any, granted: Any, config: EngineConfig
     ) -> Any:
         row = jnp.maximum(state.slots.sequence, 0)
-        known = state.slots.num_tokens
+        num_tokens = state.slots.num_tokens
         last = arrays.take(
-            state.sequences.tokens[row], (jnp.arange(NUM), known - 1), fill=0
+            state.sequences.tokens[row], (jnp.arange(NUM), num_tokens - 1), fill=0
         )
-        asked = jax.tree.map(lambda x: x[row], state.sequences.params)
+        request_params = jax.tree.map(lambda x: x[row], state.sequences.params)
         pairs = []
         laws = []
         for depth in range(2):
             logits = jnp.asarray(GUESS)[last]
-            if self.drawn:
+            if self.is_drawn:
                 pair, law = draws.draw_drafts(
-                    logits, asked, known + depth, num=2, replacement=self.replacement
+                    logits,
+                    request_params,
+                    num_tokens + depth,
+                    num=2,
+                    replacement=self.replacement,
                 )
                 laws.append(law)
             else:
-                ranked = draws.shared_noise_logits(logits, asked, known + depth)
+                ranked = draws.shared_noise_logits(
+                    logits, request_params, num_tokens + depth
+                )
                 pair = sampling.candidates(ranked, 2)[1]
             pairs.append(pair)
             last = jnp.maximum(pair[:, 0], 0)
@@ -125,9 +131,9 @@ CASES = {
         Adaptive(DraftModel(guess, shares_noise=False), half_life=4.0), 4, 3
     ),
     "adaptive jacobi": Case(Adaptive(Jacobi(), half_life=4.0), 4, 3),
-    "tree, chosen": Case(Tree(drawn=False), 4),
-    "tree, drawn": Case(Tree(drawn=True), 4),
-    "tree, drawn with replacement": Case(Tree(drawn=True, replacement=True), 4),
+    "tree, chosen": Case(Tree(is_drawn=False), 4),
+    "tree, drawn": Case(Tree(is_drawn=True), 4),
+    "tree, drawn with replacement": Case(Tree(is_drawn=True, replacement=True), 4),
 }
 REFUSED = ("jacobi", "lookahead", "adaptive jacobi")
 VERIFIERS = {
@@ -194,8 +200,8 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         every = jnp.arange(NUM, dtype=jnp.int32)
         state, drafts = drafting.propose(None, state, granted, case.drafter, config)
         table = jnp.asarray(TARGET)
-        known = state.slots.num_tokens
-        last = arrays.take(s.tokens, (every, known - 1), fill=0)
+        num_tokens = state.slots.num_tokens
+        last = arrays.take(s.tokens, (every, num_tokens - 1), fill=0)
         fed = model_runner.ModelOutput(
             logits=table[last],
             drafted=table[jnp.maximum(drafts.tokens, 0)],
@@ -206,10 +212,10 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
         everyone = jnp.ones((NUM,), bool)
         judged = verification.verify(state, fed, everyone, drafts, pair, None, config)
         index = jnp.arange(judged.tokens.shape[1], dtype=jnp.int32)[None, :]
-        place = jnp.where(index < judged.num[:, None], known[:, None] + index, -1)
+        place = jnp.where(index < judged.num[:, None], num_tokens[:, None] + index, -1)
         s = state.sequences
         tokens = arrays.put(s.tokens, (every[:, None], place), judged.tokens)
-        slots = state.slots._replace(num_tokens=known + judged.num)
+        slots = state.slots._replace(num_tokens=num_tokens + judged.num)
         state = state._replace(sequences=s._replace(tokens=tokens)).with_slots(slots)
         memory = case.drafter.learn(state.memory, state, judged.verified)
         return state._replace(memory=memory)
@@ -217,11 +223,11 @@ def answers(case: Case, verifier: Any) -> np.ndarray:
     state = start()
     for index in range(NUM_TOKENS):
         state = step(state, jnp.asarray(index == 0))
-    found = state.sequences
+    final_sequences = state.sequences
     assert int(state.slots.num_tokens.min()) >= len(PROMPT) + NUM_TOKENS
     # Several tokens per step; otherwise no draft was accepted.
     assert int(state.slots.num_tokens.max()) > len(PROMPT) + NUM_TOKENS
-    return np.asarray(found.tokens)[:, len(PROMPT) : len(PROMPT) + NUM_TOKENS]
+    return np.asarray(final_sequences.tokens)[:, len(PROMPT) : len(PROMPT) + NUM_TOKENS]
 
 
 @functools.cache
@@ -229,10 +235,10 @@ def joint() -> np.ndarray:
     """The model's distribution of NUM_TOKENS tokens, enumerated."""
     law = np.exp(TARGET.astype(np.float64))
     law /= law.sum(axis=1, keepdims=True)
-    found = law[PROMPT[-1]]
+    probs = law[PROMPT[-1]]
     for _ in range(NUM_TOKENS - 1):
-        found = found[..., None] * law
-    return found.ravel()
+        probs = probs[..., None] * law
+    return probs.ravel()
 
 
 def fit(name: str, verifier: Any) -> float:
@@ -246,7 +252,7 @@ THOROUGH = ("n-gram", "rejection")
 
 def pairs() -> list[Any]:
     """Every drafter with every verifier that keeps its distribution."""
-    found = []
+    cases = []
     for name in CASES:
         for verifier in VERIFIERS:
             if verifier != "coupled" and name in REFUSED:
@@ -259,8 +265,8 @@ def pairs() -> list[Any]:
                 continue
             is_slow = (name, verifier) != THOROUGH
             mark = pytest.mark.slow if is_slow else pytest.mark.thorough
-            found.append(pytest.param(name, verifier, marks=mark))
-    return found
+            cases.append(pytest.param(name, verifier, marks=mark))
+    return cases
 
 
 @pytest.mark.parametrize(("name", "verifier"), pairs())

@@ -40,11 +40,11 @@ def test_agreement_is_counted_place_by_place() -> None:
     layers = (0, 2)
     cut = {**params, "layers": {0: params["layers"][0], 1: params["layers"][2]}}
     smaller = dataclasses.replace(THREE, num_layers=2)
-    own = np.argmax(models.logits(params, tokens, config=THREE), axis=-1)
+    full_tokens = np.argmax(models.logits(params, tokens, config=THREE), axis=-1)
     other = np.argmax(models.logits(cut, tokens, config=smaller), axis=-1)
     how: Any = {"config": THREE}
-    found = layer_search.agreement(params, tokens, layers=layers, **how)
-    assert found == pytest.approx(np.mean(own == other))
+    share = layer_search.agreement(params, tokens, layers=layers, **how)
+    assert share == pytest.approx(np.mean(full_tokens == other))
     assert layer_search.agreement(params, tokens, layers=(0, 1, 2), **how) == 1.0
 
 
@@ -66,17 +66,17 @@ def test_the_best_of_all_sets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         for layers, share in shares.items()
     }
-    found = layer_search.search_layers(params, tokens, config=THREE, max_drafts=4)
-    assert found.speed == pytest.approx(max(speeds.values()))
-    assert speeds[found.layers] == pytest.approx(found.speed)
+    search = layer_search.search_layers(params, tokens, config=THREE, max_drafts=4)
+    assert search.speed == pytest.approx(max(speeds.values()))
+    assert speeds[search.layers] == pytest.approx(search.speed)
     # Greedy removal: the best pair, then the better of its layers.
     monkeypatch.setattr(layer_search, "MOST_SETS", 5)
     pair = max(sets[3:], key=lambda layers: shares[layers])
     tried = [pair, *((layer,) for layer in pair)]
     best = max(tried, key=lambda layers: shares[layers] if len(layers) == 1 else -1.0)
-    found = layer_search.search_layers(params, tokens, config=THREE, max_drafts=4)
-    assert found.layers in (pair, best)
-    assert found.speed == pytest.approx(max(speeds[pair], speeds[best]))
+    search = layer_search.search_layers(params, tokens, config=THREE, max_drafts=4)
+    assert search.layers in (pair, best)
+    assert search.speed == pytest.approx(max(speeds[pair], speeds[best]))
 
 
 @pytest.mark.slow
@@ -85,21 +85,21 @@ def test_found_layers_are_served() -> None:
     folder = GOLDEN / "llama"
     prompts = [[3, 1, 4], [1, 5, 9, 2]]
     model = load_model(folder)
-    found = layer_search.search_layers(model.params, texts() % 60, config=model.config)
+    search = layer_search.search_layers(model.params, texts() % 60, config=model.config)
     bounds: Any = {"num_pages": 16, "max_slots": 2, "max_length": 40}
     ask = Sampling.greedy(max_tokens=12, ignore_eos=True)
     plain = jaxkv.Engine.load(folder, numerics="reproducible", **bounds)
     engine = jaxkv.Engine.load(
         folder,
-        speculate=SpeculationConfig("early-exit", draft_layers=found.layers),
-        max_drafts=found.num_drafts,
+        speculate=SpeculationConfig("early-exit", draft_layers=search.layers),
+        max_drafts=search.num_drafts,
         numerics="reproducible",
         keep_trace=True,
         **bounds,
     )
     answers = [
-        [x.answers[0].tokens for x in each.generate(prompts, ask)]
-        for each in (plain, engine)
+        [x.answers[0].tokens for x in llm.generate(prompts, ask)]
+        for llm in (plain, engine)
     ]
     assert answers[0] == answers[1]
     assert sum(np.asarray(info.num_drafts).sum() for info in engine.trace) > 0

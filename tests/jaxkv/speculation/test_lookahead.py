@@ -32,24 +32,28 @@ def test_pools_equal_lists() -> None:
         )
         ngrams[:, :, 0] %= 3
         pool, num = write(pool, num, jnp.asarray(ngrams, "int32"))
-        for own, new in zip(lists, ngrams.tolist(), strict=True):
-            fresh = [tuple(each) for each in new]
-            own[:] = [None if each in fresh else each for each in own] + fresh
-            own[:] = own[-6:]
+        for slot_ngrams, new in zip(lists, ngrams.tolist(), strict=True):
+            fresh = [tuple(ngram) for ngram in new]
+            slot_ngrams[:] = [
+                None if ngram in fresh else ngram for ngram in slot_ngrams
+            ] + fresh
+            slot_ngrams[:] = slot_ngrams[-6:]
         last = rng.integers(0, 3, slots)
-        found = look(pool, num, jnp.asarray(last, "int32"), num=2)
-        for slot, own in enumerate(lists):
-            theirs = [x[1:] for x in own[::-1] if x is not None and x[0] == last[slot]]
-            wanted = [*theirs, (-1, -1), (-1, -1)][:2]
-            assert [tuple(each) for each in found[slot].tolist()] == wanted
-            hits += theirs != []
+        continuations = look(pool, num, jnp.asarray(last, "int32"), num=2)
+        for slot, slot_ngrams in enumerate(lists):
+            matches = [
+                x[1:] for x in slot_ngrams[::-1] if x is not None and x[0] == last[slot]
+            ]
+            wanted = [*matches, (-1, -1), (-1, -1)][:2]
+            assert [tuple(ngram) for ngram in continuations[slot].tolist()] == wanted
+            hits += matches != []
     assert hits > 40
 
 
 def test_chains_with_equal_beginnings_share_nodes() -> None:
     chains = [[1, 2, 3], [1, 2, 4], [5, 6, 7], [1, 8, 9], [5, 6, 7]]
-    found = lookahead._trie_parents(jnp.asarray([chains], "int32"))
-    parents = np.asarray(found).reshape(5, 3).tolist()
+    flat_parents = lookahead._trie_parents(jnp.asarray([chains], "int32"))
+    parents = np.asarray(flat_parents).reshape(5, 3).tolist()
     assert parents == [[0, 1, 2], [0, 1, 2], [0, 7, 8], [0, 1, 11], [0, 7, 8]]
 
 

@@ -71,8 +71,8 @@ FAMILIES = sorted(
 def answers(folder: str, prompts: Sequence[list[int]], **how: Any) -> list[Any]:
     engine = jaxkv.Engine.load(GOLDEN / folder, **(BOUNDS | how))
     greedy = Sampling.greedy(max_tokens=14, logprobs=0)
-    drawn = Sampling(max_tokens=14, logprobs=0, temperature=0.8, top_p=0.9, seed=3)
-    asks = [greedy, greedy, drawn]
+    random_ask = Sampling(max_tokens=14, logprobs=0, temperature=0.8, top_p=0.9, seed=3)
+    asks = [greedy, greedy, random_ask]
     done = engine.generate(prompts, [asks[i % 3] for i in range(len(prompts))])
     return [(x.answers[0].tokens, x.answers[0].reason) for x in done]
 
@@ -120,9 +120,9 @@ def test_every_family_answers_as_without_drafts(family: str, tmp_path: Path) -> 
             for kind in HEAD_KINDS
         ),
     ]
-    for way in ways:
+    for options in ways:
         jax.clear_caches()  # or Linux's limit on mappings is exceeded
-        assert answers(family, prompts, **way) == wanted, way
+        assert answers(family, prompts, **options) == wanted, options
     alone = {"max_slots": 1, "speculate": "ngram"}
     assert answers(family, prompts[:40], **alone) == wanted[:40]
 
@@ -190,10 +190,10 @@ def test_lookup_equals_its_twin(shortest: int, longest: int) -> None:
     hits = 0
     for _ in range(40):
         tokens = rng.integers(0, 4, (6, 30)).astype(np.int32)
-        known = rng.integers(0, 31, 6).astype(np.int32)
-        drafts = look(tokens, known, shortest=shortest, longest=longest, num=5)
+        num_known = rng.integers(0, 31, 6).astype(np.int32)
+        drafts = look(tokens, num_known, shortest=shortest, longest=longest, num=5)
         for slot in range(6):
-            told = tokens[slot, : known[slot]].tolist()
+            told = tokens[slot, : num_known[slot]].tolist()
             wanted = found_before(told, shortest, longest, 5) if told else None
             assert int(drafts.num[slot]) == (0 if wanted is None else 5)
             if wanted is not None:
@@ -295,8 +295,8 @@ def test_small_weights_are_copied_where_few_rows_are_multiplied() -> None:
     def has_both(**fields: Any) -> bool:
         bounds = dataclasses.replace(engines.SERVED, token_budget=16, **fields)
         model = ModelWeights(MODEL, engines.params())
-        made = build_speculative(model, bounds, dtype="float32")
-        return param_forms.has_transposed_weights(made.params)
+        speculation = build_speculative(model, bounds, dtype="float32")
+        return param_forms.has_transposed_weights(speculation.params)
 
     assert has_both(max_slots=2)
     assert not has_both(max_slots=1)
@@ -337,8 +337,8 @@ def test_rejection_keeps_the_distribution_on_text() -> None:
     ]
     done = engine.generate([prompt] * len(asks), asks)
     pairs = np.zeros((257, 257))
-    for each in done:
-        for answer in each.answers:
+    for completion in done:
+        for answer in completion.answers:
             pairs[tuple(answer.tokens[:2])] += 1
     info = jax.tree.map(lambda *x: np.concatenate(x), *engine.trace)
     num_drafts = np.asarray(info.num_drafts)
@@ -352,9 +352,9 @@ def test_rejection_keeps_the_distribution_on_text() -> None:
     law = np.stack([first[t] * law_slowly(logits[t, -1], asks[0]) for t in range(257)])
     assert not pairs[law == 0].any()
     often = law * pairs.sum() >= 5
-    rest = [x[~often].sum() for x in (pairs, law)]
+    rare_mass = [x[~often].sum() for x in (pairs, law)]
     observed, wanted = (
-        np.append(x[often], r) for x, r in zip((pairs, law), rest, strict=True)
+        np.append(x[often], r) for x, r in zip((pairs, law), rare_mass, strict=True)
     )
     assert often.sum() > 50
     assert chi_square(observed, wanted) > 1e-3

@@ -68,8 +68,8 @@ def state_after_passes(parts: EngineParts) -> EngineState:
         )
         pages = run(parts.params, pages, rows).pages
     tokens = np.zeros(state.sequences.tokens.shape, np.int32)
-    for row, known in enumerate(KNOWN):
-        tokens[row, : len(known)] = known
+    for row, context in enumerate(KNOWN):
+        tokens[row, : len(context)] = context
     return state._replace(
         pages=pages,
         table=state.table._replace(page_ids=page_ids),
@@ -77,7 +77,7 @@ def state_after_passes(parts: EngineParts) -> EngineState:
     ).with_slots(
         state.slots._replace(
             sequence=jnp.arange(2, dtype=jnp.int32),
-            num_tokens=jnp.asarray([len(known) for known in KNOWN], jnp.int32),
+            num_tokens=jnp.asarray([len(context) for context in KNOWN], jnp.int32),
         )
     )
 
@@ -86,11 +86,11 @@ def drafted(
     parts: EngineParts, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns drafts `[slots, drafts]`, and the logits that they were chosen from."""
-    seen: list[np.ndarray] = []
+    logits_by_step: list[np.ndarray] = []
     rank = draws.shared_noise_logits
 
     def record(logits: Any, *how: Any) -> Any:
-        jax.debug.callback(lambda x: seen.append(np.asarray(x)), logits)
+        jax.debug.callback(lambda x: logits_by_step.append(np.asarray(x)), logits)
         return rank(logits, *how)
 
     monkeypatch.setattr(draws, "shared_noise_logits", record)
@@ -105,8 +105,8 @@ def drafted(
     _, _, drafts = propose(parts.params, (), state, granted, config=BOUNDS)
     jax.effects_barrier()
     assert drafts.num.tolist() == [NUM, NUM]
-    assert len(seen) == NUM
-    return np.asarray(drafts.tokens), np.stack(seen, axis=1)
+    assert len(logits_by_step) == NUM
+    return np.asarray(drafts.tokens), np.stack(logits_by_step, axis=1)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,13 @@ def test_drafts_are_those_of_the_reference(
     model = dataclasses.replace(MODEL, num_ahead_layers=num_modules)
     weights = engines.params(model)
     drafts, logits = drafted(parts_of(model, weights), monkeypatch)
-    for slot, known in enumerate(KNOWN):
-        found = drafts[slot].tolist()
-        wanted = ahead_reference.reference_draft_logits(weights, known, found, model)
+    for slot, context in enumerate(KNOWN):
+        draft_tokens = drafts[slot].tolist()
+        wanted = ahead_reference.reference_draft_logits(
+            weights, context, draft_tokens, model
+        )
         np.testing.assert_allclose(logits[slot], wanted, rtol=1e-4, atol=1e-4)
-        assert found == wanted.argmax(axis=1).tolist()
+        assert draft_tokens == wanted.argmax(axis=1).tolist()
 
 
 @pytest.mark.slow
@@ -140,12 +142,12 @@ def test_first_drafts_of_mixtures_are_those_of_training(
     )
     weights = init_params(model, jax.random.key(0))
     drafts, logits = drafted(parts_of(model, weights), monkeypatch)
-    for slot, known in enumerate(KNOWN):
-        tokens = jnp.asarray([[*known, int(drafts[slot, 0])]], jnp.int32)
+    for slot, context in enumerate(KNOWN):
+        tokens = jnp.asarray([[*context, int(drafts[slot, 0])]], jnp.int32)
         how: Any = {"config": model, "num_ahead": 2}
         outputs = transformer_rows.run_with_ahead(weights, tokens, **how)
         for module in (0, 1):
-            wanted = outputs[1 + module].logits[0, len(known) - 1 + module]
+            wanted = outputs[1 + module].logits[0, len(context) - 1 + module]
             np.testing.assert_allclose(logits[slot, module], wanted, atol=1e-4)
 
 

@@ -58,8 +58,8 @@ class Bushy(Drafter):
     def propose(
         self, params: Any, memory: Any, state: Any, granted: Any, config: Any
     ) -> Any:
-        found = self.chain.propose(params, memory, state, granted, config)
-        memory, pages, drafts = found
+        proposal = self.chain.propose(params, memory, state, granted, config)
+        memory, pages, drafts = proposal
         depth = [0]
         num = len(self.parents)
         for parent in self.parents:
@@ -68,8 +68,8 @@ class Bushy(Drafter):
         right = np.zeros((len(self.on_path), num), bool)
         for path, places in enumerate(self.on_path):
             right[path, np.array(places) - 1] = True
-        known = state.slots.num_tokens
-        is_right = jnp.asarray(right)[known % len(self.on_path)]
+        num_tokens = state.slots.num_tokens
+        is_right = jnp.asarray(right)[num_tokens % len(self.on_path)]
         token = drafts.tokens[:, depths - 1]
         step = jnp.arange(1, num + 1, dtype=jnp.int32)[None, :]
         wrong = (token + step) % MODEL.vocab_size
@@ -135,25 +135,25 @@ def weights_of(shapes: Any) -> Any:
 def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
     """Forward pass and pages for a drafter with its own weights."""
     if drafter == "draft model":
-        own = engines.params(SMALLER)
+        draft_params = engines.params(SMALLER)
         forward = TargetWithDraft(OF_MODEL, OF_SMALLER)
         pages = make_model_pages(MODEL, config)
         pages = pages._replace(draft_pages=make_model_pages(SMALLER, config))
     elif drafter.startswith("medusa"):
         target = PagedForward(MODEL, config.numerics, taps=HEADS.taps)
-        own = weights_of(HEADS.param_shapes())
+        draft_params = weights_of(HEADS.param_shapes())
         forward = TargetWithHeads(target)
         pages = make_model_pages(MODEL, config, taps=HEADS.taps)
     elif drafter.startswith("eagle"):
         target = PagedForward(MODEL, config.numerics, taps=EAGLE.taps)
-        own = weights_of(EAGLE.param_shapes())
+        draft_params = weights_of(EAGLE.param_shapes())
         forward = TargetWithEagle(target, EAGLE)
         pages = make_model_pages(MODEL, config, taps=EAGLE.taps)
         pages = pages._replace(draft_pages=make_model_pages(EAGLE.layer, config))
     elif drafter.startswith("mtp"):
         how: Any = DRAFTERS[drafter]
         target = PagedForward(MODEL, config.numerics, taps=how.config.taps)
-        own = weights_of(param_shapes(how.config.target)["ahead"])
+        draft_params = weights_of(param_shapes(how.config.target)["ahead"])
         forward = TargetWithEagle(target, how.config)
         layer = how.config.layer
         pages = make_model_pages(MODEL, config, taps=how.config.taps)
@@ -164,7 +164,7 @@ def parts_of(drafter: str, config: EngineConfig) -> dict[str, Any]:
         return {}
     return {
         "state": init(config, with_nan(pages), ()),
-        "weights": TargetAndDraftParams(engines.params(MODEL), own),
+        "weights": TargetAndDraftParams(engines.params(MODEL), draft_params),
         "forward": forward,
     }
 

@@ -15,17 +15,17 @@ type Way = tuple[int, ...]
 
 def ways(tree: Topology) -> list[Way]:
     """Paths of the nodes, in order of storage."""
-    found: list[Way] = [()]
+    paths: list[Way] = [()]
     for parent, rank in zip(tree.parents, tree.ranks, strict=True):
-        found.append((*found[parent], rank))
-    return found[1:]
+        paths.append((*paths[parent], rank))
+    return paths[1:]
 
 
 def gain(nodes: Any, acceptance: np.ndarray) -> float:
     """Expected number of accepted drafts."""
     return sum(
-        float(np.prod([acceptance[depth, rank] for depth, rank in enumerate(way)]))
-        for way in nodes
+        float(np.prod([acceptance[depth, rank] for depth, rank in enumerate(path)]))
+        for path in nodes
     )
 
 
@@ -36,30 +36,35 @@ def test_no_tree_of_as_many_nodes_gains_more(seed: int, num: int) -> None:
     rng = np.random.default_rng(seed)
     acceptance = rng.random((3, 3)) / 2
     every = [
-        way for depth in (1, 2, 3) for way in itertools.product(range(3), repeat=depth)
+        path
+        for depth in (1, 2, 3)
+        for path in itertools.product(range(3), repeat=depth)
     ]
     if num == 5:  # 39 nodes are too many to try all subsets of five
-        every = [way for way in every if sum(way) < 4 and way.count(2) < 2][:22]
+        every = [path for path in every if sum(path) < 4 and path.count(2) < 2][:22]
     closed = (
         nodes
         for nodes in itertools.combinations(every, num)
-        if all(way[:-1] in ((), *nodes) for way in nodes)
+        if all(path[:-1] in ((), *nodes) for path in nodes)
     )
     best = max(gain(nodes, acceptance) for nodes in closed)
     tree = static_tree.build(acceptance.tolist(), num)
-    found = gain(ways(tree), acceptance)
+    tree_gain = gain(ways(tree), acceptance)
     assert len({*ways(tree)}) == num
-    assert found >= best - 1e-12
+    assert tree_gain >= best - 1e-12
     if num < 5:
-        assert found == pytest.approx(best)
+        assert tree_gain == pytest.approx(best)
 
 
 def test_the_first_nodes_are_the_best_smaller_tree() -> None:
     acceptance = np.random.default_rng(1).random((4, 5))
-    whole = static_tree.build(acceptance.tolist(), 30)
+    large_tree = static_tree.build(acceptance.tolist(), 30)
     for num in range(1, 30):
         part = static_tree.build(acceptance.tolist(), num)
-        assert (part.parents, part.ranks) == (whole.parents[:num], whole.ranks[:num])
+        assert (part.parents, part.ranks) == (
+            large_tree.parents[:num],
+            large_tree.ranks[:num],
+        )
 
 
 def test_a_tree_is_no_larger_than_its_guesses() -> None:

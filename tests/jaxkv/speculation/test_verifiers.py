@@ -98,7 +98,7 @@ class Judged(NamedTuple):
     children: tuple[int, ...]
     chance: float
     accept: np.ndarray
-    rest: np.ndarray
+    residual: np.ndarray
 
 
 def drafted(case: Case, logits: np.ndarray) -> list[tuple[tuple[int, ...], float]]:
@@ -134,9 +134,11 @@ def filled(rows: Any, num: int) -> jax.Array:
 
 def laws_of(case: Case, logits: np.ndarray, request: Sampling) -> np.ndarray:
     """The distribution at every context, computed by the sampler."""
-    known = [(*PROMPT, *context) for context in case.contexts]
-    tokens = np.array([row + (0,) * (MOST_KNOWN - len(row)) for row in known], np.int32)
-    num = np.array([len(row) for row in known], np.int32)
+    contexts = [(*PROMPT, *context) for context in case.contexts]
+    tokens = np.array(
+        [row + (0,) * (MOST_KNOWN - len(row)) for row in contexts], np.int32
+    )
+    num = np.array([len(row) for row in contexts], np.int32)
     arrays = (filled(x, MOST_CONTEXTS) for x in (logits, tokens, num))
     return np.asarray(law_of_rows()(*arrays, params_of([request] * MOST_CONTEXTS)))
 
@@ -157,18 +159,18 @@ def judged(
         )
     ]
     at = np.array([index for index, _, _ in rows])
-    children = filled(np.array([each for *_, (each, _) in rows], np.int32), MOST_ROWS)
+    children = filled(np.array([child for *_, (child, _) in rows], np.int32), MOST_ROWS)
     verifier = Rejection(replacement=case.replacement and not case.distinct)
     rule = rule_of(verifier, Rejection.rule, verifiers._try_child)
     reported = None if case.chosen else filled(reported[at], MOST_ROWS)
-    accept, rest = map(
+    accept, residual = map(
         np.asarray, rule(filled(laws[at], MOST_ROWS), reported, children)
     )
-    found: dict[tuple[int, ...], list[Judged]] = {}
+    by_context: dict[tuple[int, ...], list[Judged]] = {}
     for row, (_, context, drawing) in enumerate(rows):
-        one = Judged(*drawing, accept[row], rest[row])
-        found.setdefault(context, []).append(one)
-    return found
+        one = Judged(*drawing, accept[row], residual[row])
+        by_context.setdefault(context, []).append(one)
+    return by_context
 
 
 def distance(case: Case, seed: int = 0) -> float:
@@ -183,11 +185,11 @@ def distance(case: Case, seed: int = 0) -> float:
     target, guess = rng.normal(size=(2, *shape)) * 1.5
     exact = {}
     for context, row in zip(case.contexts, target, strict=True):
-        known = np.array((*PROMPT, *context))
-        changed = penalised_slowly(row, known, len(PROMPT), len(known), case.request)
+        tokens = np.array((*PROMPT, *context))
+        changed = penalised_slowly(row, tokens, len(PROMPT), len(tokens), case.request)
         exact[context] = law_slowly(changed, case.request)
     with jax.enable_x64(True):
-        found = judged(case, target, guess)
+        by_context = judged(case, target, guess)
 
     @functools.cache
     def wanted(context: tuple[int, ...]) -> np.ndarray:
@@ -199,13 +201,13 @@ def distance(case: Case, seed: int = 0) -> float:
     @functools.cache
     def emitted(context: tuple[int, ...]) -> np.ndarray:
         total = np.zeros_like(wanted(context))
-        for children, chance, accept, rest in found[context]:
+        for children, chance, accept, residual in by_context[context]:
             for child, taken in zip(children, accept, strict=True):
                 if child >= 0:
                     total[child] += chance * taken * emitted((*context, child))
                     chance *= 1 - taken
             for token in range(VOCAB):
-                total[token] += chance * rest[token] * wanted((*context, token))
+                total[token] += chance * residual[token] * wanted((*context, token))
         return total
 
     np.testing.assert_allclose(wanted(()).sum(), 1, rtol=1e-12)
@@ -354,16 +356,16 @@ def ruled(
     target: list[float], law: list[float] | None, *children: int, **fields: Any
 ) -> tuple[list[float], list[float]]:
     """Applies the rule to one row."""
-    accept, rest = Rejection(**fields).rule(
+    accept, residual = Rejection(**fields).rule(
         jnp.array([target], jnp.float32),
         None if law is None else jnp.array([law], jnp.float32),
         jnp.array(children, jnp.int32).reshape(1, -1),
     )
-    return accept[0].tolist(), rest[0].tolist()
+    return accept[0].tolist(), residual[0].tolist()
 
 
 @pytest.mark.parametrize(
-    ("target", "law", "children", "accept", "rest"),
+    ("target", "law", "children", "accept", "residual"),
     [
         # Equal distributions: every draft is accepted.
         ([0.25, 0.75], [0.25, 0.75], (1,), [1], [0.25, 0.75]),
@@ -388,18 +390,18 @@ def ruled(
     ],
 )
 def test_the_rule_by_hand(
-    target: Any, law: Any, children: Any, accept: Any, rest: Any
+    target: Any, law: Any, children: Any, accept: Any, residual: Any
 ) -> None:
-    found = ruled(target, law, *children)
-    np.testing.assert_allclose(found[0], accept, rtol=1e-6)
-    np.testing.assert_allclose(found[1], rest, rtol=1e-6)
+    ruling = ruled(target, law, *children)
+    np.testing.assert_allclose(ruling[0], accept, rtol=1e-6)
+    np.testing.assert_allclose(ruling[1], residual, rtol=1e-6)
 
 
 def test_a_duplicate_child_is_rejected_twice() -> None:
-    found = ruled([0.5, 0.25, 0.25], [0.25, 0.75, 0.0], 1, 1, replacement=True)
-    np.testing.assert_allclose(found[0], [1 / 3, 0], rtol=1e-6)
+    ruling = ruled([0.5, 0.25, 0.25], [0.25, 0.75, 0.0], 1, 1, replacement=True)
+    np.testing.assert_allclose(ruling[0], [1 / 3, 0], rtol=1e-6)
     # The residual is 1/2 on 0 and 1/2 on 2, minus 1/4 on 0.
-    np.testing.assert_allclose(found[1], [1 / 3, 0, 2 / 3], rtol=1e-6)
+    np.testing.assert_allclose(ruling[1], [1 / 3, 0, 2 / 3], rtol=1e-6)
 
 
 def test_a_tiny_residual_is_normalised() -> None:
@@ -408,10 +410,12 @@ def test_a_tiny_residual_is_normalised() -> None:
     target = rng.dirichlet(np.ones(1000), 4).astype(np.float32)
     law = np.nextafter(target, rng.choice([0, 1], target.shape).astype(np.float32))
     children = jnp.asarray(np.arange(12, dtype=np.int32).reshape(4, 3))
-    accept, rest = Rejection().rule(jnp.asarray(target), jnp.asarray(law), children)
+    accept, residual = Rejection().rule(jnp.asarray(target), jnp.asarray(law), children)
     assert np.isfinite(accept).all()
     assert (np.asarray(accept[:, 0]) > 0.999999).all()
-    np.testing.assert_allclose(np.asarray(rest, np.float64).sum(axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(residual, np.float64).sum(axis=1), 1, rtol=1e-5
+    )
 
 
 # Whole verifiers
@@ -526,9 +530,9 @@ def test_a_ruling_does_not_depend_on_the_batch(name: str, vocab: int) -> None:
     together = jitted(name)(*rows)
     assert not together.invalid.any()
     for chosen in (*([row] for row in range(7)), rng.integers(0, 7, 5), [1, 6]):
-        found = jitted(name)(*rows_of(rows, chosen))
-        for own, other in zip(found, together, strict=True):
-            np.testing.assert_array_equal(own, np.asarray(other)[np.asarray(chosen)])
+        ruling = jitted(name)(*rows_of(rows, chosen))
+        for field, other in zip(ruling, together, strict=True):
+            np.testing.assert_array_equal(field, np.asarray(other)[np.asarray(chosen)])
 
 
 @pytest.mark.parametrize(
@@ -545,13 +549,13 @@ def test_nothing_follows_a_row_that_is_invalid(name: str) -> None:
     logits = rows.logits.at[0, 3].set(jnp.nan).at[1].set(-jnp.inf)
     raw = logits.at[1].set(0.0).at[2, 7].set(jnp.inf)
     rows = rows._replace(logits=logits, raw=raw, children=rows.children.at[:, 0].set(0))
-    found = jitted(name)(*rows)
+    ruling = jitted(name)(*rows)
     before = jitted(name)(*company()._replace(children=rows.children))
-    assert found.invalid.tolist() == [True] * 3 + [False] * 4
-    assert found.token[:3].tolist() == [0, 0, 0]
-    assert not np.asarray(found.accept[:3]).any()
-    for own, other in zip(found, before, strict=True):
-        np.testing.assert_array_equal(own[3:], other[3:])
+    assert ruling.invalid.tolist() == [True] * 3 + [False] * 4
+    assert ruling.token[:3].tolist() == [0, 0, 0]
+    assert not np.asarray(ruling.accept[:3]).any()
+    for field, other in zip(ruling, before, strict=True):
+        np.testing.assert_array_equal(field[3:], other[3:])
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -561,25 +565,25 @@ def test_shared_noise_gives_the_token_of_plain_decoding(greedy: bool) -> None:
         rows = rows._replace(params=greedy_params(len(COMPANY)))
     plain = jax.jit(sampling.sample)(rows.logits, rows.params, rows.positions)
     guesses = jnp.stack([plain.token + 1, plain.token, plain.token - 1], axis=1)
-    found = jitted("coupled")(*rows._replace(children=guesses))
-    np.testing.assert_array_equal(found.token, plain.token)
-    np.testing.assert_array_equal(found.accept, [[0, 1, 0]] * len(COMPANY))
+    ruling = jitted("coupled")(*rows._replace(children=guesses))
+    np.testing.assert_array_equal(ruling.token, plain.token)
+    np.testing.assert_array_equal(ruling.accept, [[0, 1, 0]] * len(COMPANY))
 
 
 @pytest.mark.thorough
 def test_typical_equals_numpy() -> None:
     rows = company(vocab=50, width=20)
     verifier = Typical(epsilon=0.04, delta=0.5)
-    found = jax.jit(lambda *arrays: verifier(*arrays))(*rows)
+    ruling = jax.jit(lambda *arrays: verifier(*arrays))(*rows)
     plain = jax.jit(sampling.sample)(rows.logits, rows.params, rows.positions)
-    np.testing.assert_array_equal(found.token, plain.token)
+    np.testing.assert_array_equal(ruling.token, plain.token)
     for row, request in enumerate(COMPANY):
         law = law_slowly(np.asarray(rows.logits[row]), request)
         entropy = -(law[law > 0] * np.log(law[law > 0])).sum()
         bound = min(verifier.epsilon, verifier.delta * np.exp(-entropy))
         children = np.asarray(rows.children[row])
         passes = np.where(children >= 0, law[children], 0) > bound
-        assert found.accept[row].tolist() == passes.tolist()
+        assert ruling.accept[row].tolist() == passes.tolist()
         assert request.temperature == 0 or 1 < passes.sum() < 20
 
 
@@ -608,7 +612,7 @@ def test_invalid_settings_are_refused(make: Any, line: str) -> None:
 # Drafts
 
 
-def drawn(num: int, replacement: bool = False, **changes: Any) -> Any:
+def draw_tokens(num: int, replacement: bool = False, **changes: Any) -> Any:
     rows = company()
     take = functools.partial(draw_drafts, num=num, replacement=replacement)
     return jax.jit(take)(rows.logits, rows.params._replace(**changes), rows.positions)
@@ -619,7 +623,7 @@ def drawn(num: int, replacement: bool = False, **changes: Any) -> Any:
     "replacement", [False, pytest.param(True, marks=pytest.mark.thorough)]
 )
 def test_drafts_have_their_distribution(replacement: bool) -> None:
-    tokens, law = drawn(7, replacement)
+    tokens, law = draw_tokens(7, replacement)
     rows = company()
     for row, request in enumerate(COMPANY):
         expected = law_slowly(np.asarray(rows.logits[row]), request)
@@ -628,16 +632,16 @@ def test_drafts_have_their_distribution(replacement: bool) -> None:
     assert (chances > 0)[np.asarray(tokens) >= 0].all()
     best = np.argmax(rows.logits, axis=1)
     for row in range(7):
-        own = tokens[row].tolist()
-        there = [token for token in own if token >= 0]
+        row_tokens = tokens[row].tolist()
+        real_tokens = [token for token in row_tokens if token >= 0]
         held = int((np.asarray(law[row]) > 0).sum())
         if replacement:
-            assert len(there) == 7
-            assert own[0] == drawn(1)[0][row]
+            assert len(real_tokens) == 7
+            assert row_tokens[0] == draw_tokens(1)[0][row]
         else:
-            assert len({*there}) == len(there) == min(7, held)
-            assert own[len(there) :] == [-1] * (7 - len(there))
-    greedy, _ = drawn(7, replacement, temperature=jnp.zeros(7))
+            assert len({*real_tokens}) == len(real_tokens) == min(7, held)
+            assert row_tokens[len(real_tokens) :] == [-1] * (7 - len(real_tokens))
+    greedy, _ = draw_tokens(7, replacement, temperature=jnp.zeros(7))
     for row in (1, 6):
         assert tokens[row, 0] == best[row]
         np.testing.assert_array_equal(greedy[row], tokens[row])
@@ -646,7 +650,7 @@ def test_drafts_have_their_distribution(replacement: bool) -> None:
 def test_invalid_numbers_of_drafts_are_refused() -> None:
     for num in (0, 301):
         with pytest.raises(ValueError, match=rf"num={num} must be in \[1, 300\]"):
-            drawn(num)
+            draw_tokens(num)
 
 
 @pytest.mark.thorough

@@ -75,10 +75,10 @@ def test_chats_agree_with_transformers(number: int) -> None:
     tokenizer = tokenizer_of(None, bos_token="<s>", eos_token="</s>")
     tokenizer.settings["chat_template"] = chat["template"]
     arguments = chat["messages"], True
-    found = tokenizer.apply_chat_template(*arguments, **chat["arguments"])
-    assert found == chat["text"]
+    text = tokenizer.apply_chat_template(*arguments, **chat["arguments"])
+    assert text == chat["text"]
     ids = tokenizer.encode_chat(*arguments, **chat["arguments"])
-    assert ids == tokenizer.encode(found, add_special_tokens=False)
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_duplicate_bos_token_warns_once() -> None:
         assert not told
         assert tokenizer.encode("<|begin|>a")[:2] == [0, 0]
         tokenizer.encode("<|begin|>b")
-    assert [str(each.message)[:32] for each in told] == [
+    assert [str(warning.message)[:32] for warning in told] == [
         "the text begins with '<|begin|>'"
     ]
     other = tokenizer_of(DECODERS["none"])

@@ -41,9 +41,9 @@ def answered(
         if event.reason is not None:
             break
     record.close(0, None, 0)
-    [found] = record.complete().answers
-    assert told == found.text
-    return told, found.tokens, found.reason
+    [finished] = record.complete().answers
+    assert told == finished.text
+    return told, finished.tokens, finished.reason
 
 
 @pytest.mark.parametrize(
@@ -146,5 +146,5 @@ def test_known_stop_strings(
     ids = ids_of(tokenizer, *answer)
     if decoder == "bpe":
         prompt = ids_of(tokenizer, "a</w>")
-    found = answered(tokenizer, prompt, ids, stop)
-    assert found == (text, ids[:num], "length" if num is None else "stop")
+    ending = answered(tokenizer, prompt, ids, stop)
+    assert ending == (text, ids[:num], "length" if num is None else "stop")

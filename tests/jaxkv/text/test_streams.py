@@ -28,10 +28,12 @@ def check_random_answers(name: str, num: int, **settings: Any) -> None:
         answer = random_ids(rng, tokenizer, rng.choice((0, 1, 2, 3, 5, 8, 13, 30)))
         prompt = random_ids(rng, tokenizer, rng.choice((0, 1, 2, 3, 6, 12, 30)))
         skip = rng.random() < 0.7
-        whole = tokenizer.decode(answer, skip_special_tokens=skip)
+        full_text = tokenizer.decode(answer, skip_special_tokens=skip)
         stream = tokenizer.stream(skip_special_tokens=skip)
-        assert streamed(stream, answer) == whole, (prompt, answer)
-        assert streamed(stream, answer) == whole  # a finished stream can be used again
+        assert streamed(stream, answer) == full_text, (prompt, answer)
+        assert (
+            streamed(stream, answer) == full_text
+        )  # a finished stream can be used again
         stream = tokenizer.stream(prompt, skip_special_tokens=skip)
         expected = text_after(tokenizer, prompt, answer, skip)
         assert streamed(stream, answer) == expected, (prompt, answer)
@@ -131,12 +133,12 @@ def test_final_text_is_returned_immediately() -> None:
 def test_tail_returns_held_back_text() -> None:
     tokenizer = tokenizer_of(DECODERS["llama"])
     stream = tokenizer.stream(ids_of(tokenizer, "bytes:日"))
-    seen = []
+    tails = []
     for token in ids_of(tokenizer, "bytes:本語", "a"):
-        assert stream.push(token) == ("本語a" if len(seen) == 6 else "")
-        seen.append(stream.tail())
+        assert stream.push(token) == ("本語a" if len(tails) == 6 else "")
+        tails.append(stream.tail())
     # Without the incomplete character.
-    assert seen == ["", "", "本", "本", "本", "本語", ""]
+    assert tails == ["", "", "本", "本", "本", "本語", ""]
 
 
 @pytest.mark.thorough

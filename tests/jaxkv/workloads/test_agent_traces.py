@@ -35,10 +35,10 @@ def write(folder: Path, *sessions: dict[str, Any], indent: int | None = None) ->
     return path
 
 
-def waits(found: Recording) -> list[list[int]]:
+def waits(recording: Recording) -> list[list[int]]:
     """Returns the requests that each request waits for."""
-    assert found.after is not None
-    return [[x for x in row if x >= 0] for row in found.after.tolist()]
+    assert recording.after is not None
+    return [[x for x in row if x >= 0] for row in recording.after.tolist()]
 
 
 TURNS = (
@@ -53,15 +53,15 @@ INNER = (
 
 
 def test_turns_wait_for_answers_and_think(tmp_path: Path) -> None:
-    found = read_recording(write(tmp_path, session(*TURNS)))
-    assert found.arrival_s.tolist() == [0, 10, 20]
-    assert found.prompt.tolist() == [133, 197, 261]
-    assert waits(found) == [[], [0], [1]]
+    recording = read_recording(write(tmp_path, session(*TURNS)))
+    assert recording.arrival_s.tolist() == [0, 10, 20]
+    assert recording.prompt.tolist() == [133, 197, 261]
+    assert waits(recording) == [[], [0], [1]]
     # The recorded think time, or else the time since the answer.
-    assert found.delay_s is not None
-    assert found.delay_s.tolist() == [0, 6.25, 7.5]
-    assert found.chunk_tokens == 64
-    assert cached_tokens(found).tolist() == [0, 128, 192]
+    assert recording.delay_s is not None
+    assert recording.delay_s.tolist() == [0, 6.25, 7.5]
+    assert recording.chunk_tokens == 64
+    assert cached_tokens(recording).tolist() == [0, 128, 192]
 
 
 @pytest.mark.parametrize("basis", ["start", "end", "session"])
@@ -73,22 +73,22 @@ def test_subagents_are_joined(tmp_path: Path, basis: str) -> None:
         subagent(4.6, inner[0] | {"t": 4.6 * (basis == "session")}),
     ]
     turns = [TURNS[0], *agents, request(16.0, [1, 2, 3], think_time=12.0), TURNS[2]]
-    found = read_recording(write(tmp_path, session(*turns)))
-    assert found.arrival_s == pytest.approx([0, 4.5, 4.6, 9.5, 16, 20])
-    assert waits(found) == [[], [0], [0], [1], [3, 2], [4]]
-    assert found.delay_s is not None
+    recording = read_recording(write(tmp_path, session(*turns)))
+    assert recording.arrival_s == pytest.approx([0, 4.5, 4.6, 9.5, 16, 20])
+    assert waits(recording) == [[], [0], [0], [1], [3, 2], [4]]
+    assert recording.delay_s is not None
     # 0.5 s after the answer; think time; 2.5 s after the last answer of a sub-agent.
-    assert found.delay_s[1] == pytest.approx(0.5)
-    assert found.delay_s[3] == pytest.approx(2.0)
-    assert found.delay_s[4] == pytest.approx(2.5)
-    assert found.session is not None
-    assert not found.session.any()
+    assert recording.delay_s[1] == pytest.approx(0.5)
+    assert recording.delay_s[3] == pytest.approx(2.0)
+    assert recording.delay_s[4] == pytest.approx(2.5)
+    assert recording.session is not None
+    assert not recording.session.any()
 
 
 def test_agents_in_the_background_are_not_waited_for(tmp_path: Path) -> None:
     agent = subagent(4.5, *INNER, status="async_launched", duration_ms=None)
-    found = read_recording(write(tmp_path, session(TURNS[0], agent, *TURNS[1:])))
-    assert waits(found) == [[], [0], [1], [0], [3]]
+    recording = read_recording(write(tmp_path, session(TURNS[0], agent, *TURNS[1:])))
+    assert waits(recording) == [[], [0], [1], [0], [3]]
 
 
 def test_overlapping_requests_fan_out_and_in(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_overlapping_requests_fan_out_and_in(tmp_path: Path) -> None:
         request(6.0, [1, 2, 60], api_time=5.0),
         request(20.0, [1, 2, 3, 4], api_time=1.0, think_time=5.0),
     )
-    found = read_recording(write(tmp_path, session(*requests)))
-    assert waits(found) == [[], [0], [0], [2, 1]]
-    assert found.delay_s is not None
-    assert found.delay_s.tolist() == [0, 4, 5, 5]
+    recording = read_recording(write(tmp_path, session(*requests)))
+    assert waits(recording) == [[], [0], [0], [2, 1]]
+    assert recording.delay_s is not None
+    assert recording.delay_s.tolist() == [0, 4, 5, 5]
 
 
 def test_sessions_have_their_own_ids_and_starts(tmp_path: Path) -> None:
@@ -110,28 +110,28 @@ def test_sessions_have_their_own_ids_and_starts(tmp_path: Path) -> None:
         if paths == "folder":
             path = tmp_path / "folder"
             path.mkdir()
-            for i, each in enumerate(local):
-                (path / f"trace_{i}.json").write_text(json.dumps(each, indent=1))
+            for i, entry in enumerate(local):
+                (path / f"trace_{i}.json").write_text(json.dumps(entry, indent=1))
         elif paths == "lines":
             path = write(tmp_path, *local)
         else:
             path = tmp_path / "list.json"
             path.write_text(json.dumps(local))
-        found = read_recording(path)
-        assert found.session is not None
-        assert found.session.tolist() == [0, 1, 0, 1, 0]
-        assert waits(found) == [[], [], [0], [1], [2]]
-        assert cached_tokens(found).tolist() == [0, 0, 128, 128, 192]
-    moved = found.start_sessions(np.array([30.0, 5.0]))
+        recording = read_recording(path)
+        assert recording.session is not None
+        assert recording.session.tolist() == [0, 1, 0, 1, 0]
+        assert waits(recording) == [[], [], [0], [1], [2]]
+        assert cached_tokens(recording).tolist() == [0, 0, 128, 128, 192]
+    moved = recording.start_sessions(np.array([30.0, 5.0]))
     assert moved.arrival_s.tolist() == [5, 15, 30, 40, 50]
     assert moved.session is not None
     assert moved.session.tolist() == [1, 1, 0, 0, 0]
     assert waits(moved) == [[], [0], [], [2], [3]]
     with pytest.raises(ValueError, match="start_s must have 2 times of at least 0 s"):
-        found.start_sessions(np.zeros(3))
-    shared = [each | {"hash_id_scope": "global"} for each in local]
-    found = read_recording(write(tmp_path, *shared))
-    assert cached_tokens(found).tolist() == [0, 128, 128, 192, 192]
+        recording.start_sessions(np.zeros(3))
+    shared = [entry | {"hash_id_scope": "global"} for entry in local]
+    recording = read_recording(write(tmp_path, *shared))
+    assert cached_tokens(recording).tolist() == [0, 128, 128, 192, 192]
 
 
 def test_requests_without_output_are_refused_or_counted(tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_requests_without_output_are_refused_or_counted(tmp_path: Path) -> None:
     line = r"line 1: requests\[1\]: the output has 0 tokens"
     with pytest.raises(ValueError, match=line):
         read_recording(path)
-    found = read_recording(path, skip_empty=True)
-    assert found.num_empty == 1
-    assert waits(found) == [[], [0], [1]]
+    recording = read_recording(path, skip_empty=True)
+    assert recording.num_empty == 1
+    assert waits(recording) == [[], [0], [1]]
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_files_without_sessions_are_named(tmp_path: Path) -> None:
 def test_sessions_run_in_a_closed_loop(tmp_path: Path) -> None:
     """Each turn is sent a delay after the answers that it waits for."""
     turns = [TURNS[0], subagent(4.5, *INNER, duration_ms=9000), *TURNS[1:]]
-    found = read_recording(write(tmp_path, session(*turns), session(*TURNS)))
+    recording = read_recording(write(tmp_path, session(*turns), session(*TURNS)))
     member = SimulationMember(
-        found.workload(cache_tokens=10_000),
+        recording.workload(cache_tokens=10_000),
         Capacity.of(num_pages=999),
         fcfs(),
         lambda work: jnp.float32(0.5),
@@ -198,21 +198,21 @@ def test_sessions_run_in_a_closed_loop(tmp_path: Path) -> None:
     served = simulate(stack([member]), max_slots=8)
     finish_s = served.finish_s[0]
     arrival_s = served.arrival_s[0]
-    assert found.delay_s is not None
-    for i, after in enumerate(waits(found)):
-        sent_s = max(finish_s[after]) + found.delay_s[i] if after else 0.0
+    assert recording.delay_s is not None
+    for i, after in enumerate(waits(recording)):
+        sent_s = max(finish_s[after]) + recording.delay_s[i] if after else 0.0
         assert arrival_s[i] == pytest.approx(sent_s, abs=1e-5)
-    assert arrival_s[-1] != pytest.approx(found.arrival_s[-1])
-    load = found.workload(at_recorded_times=True)
+    assert arrival_s[-1] != pytest.approx(recording.arrival_s[-1])
+    load = recording.workload(at_recorded_times=True)
     assert load.after is None
     assert load.arrival[-1].tolist() == [20, 0]
     with pytest.raises(ValueError, match="clients=2 must be None"):
-        found.workload(clients=2)
+        recording.workload(clients=2)
 
 
 def test_ids_after_other_ids_are_doubted(tmp_path: Path) -> None:
-    found = read_recording(write(tmp_path, session(request(0, [1, 2]))))
-    assert found.doubts == ()
+    recording = read_recording(write(tmp_path, session(request(0, [1, 2]))))
+    assert recording.doubts == ()
     calls = request(0, [1, 2]), request(9, [3, 2])
     (doubt,) = read_recording(write(tmp_path, session(*calls))).doubts
     assert doubt.startswith(

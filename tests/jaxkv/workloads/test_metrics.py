@@ -27,8 +27,8 @@ def test_latencies_over_unserved_requests_are_nan() -> None:
     first = metrics.time_to_first_token_s(ARRIVAL, FIRST)
     with pytest.warns(UserWarning, match="percentile 50 is NaN: 1 of 4 requests have"):
         assert np.isnan(metrics.percentile(first[None], 50)).all()
-    there = np.isfinite(first)[None]
-    assert metrics.percentile(first[None], 50, is_asked=there).tolist() == [0.5]
+    is_served = np.isfinite(first)[None]
+    assert metrics.percentile(first[None], 50, is_asked=is_served).tolist() == [0.5]
     nothing = np.full((2, 3), np.nan)
     none = np.zeros((2, 3), bool)
     assert np.isnan(metrics.percentile(nothing, 99, is_asked=none)).all()
@@ -45,13 +45,13 @@ def test_unanswered_requests_miss_the_objectives() -> None:
 
 def test_rates_at_a_crossing_are_interpolated() -> None:
     rates = np.array([1.0, 2.0, 3.0])
-    found = metrics.goodput(rates, np.array([1.0, 0.95, 0.85]))
-    np.testing.assert_allclose(found, 2.5)
+    goodput = metrics.goodput(rates, np.array([1.0, 0.95, 0.85]))
+    np.testing.assert_allclose(goodput, 2.5)
     assert metrics.goodput(rates, np.array([0.8, 0.95, 0.85])) == 0.0
     assert metrics.goodput(rates, np.ones(3)) == 3.0
     latency = np.array([0.1, 0.3, np.nan])
-    found = metrics.capacity(rates, latency, at_most_s=0.2)
-    np.testing.assert_allclose(found, 1.5)
+    capacity = metrics.capacity(rates, latency, at_most_s=0.2)
+    np.testing.assert_allclose(capacity, 1.5)
     assert metrics.capacity(rates, latency, at_most_s=0.4) == 2.0
     with pytest.raises(ValueError, match="ascend"):
         metrics.goodput(rates[::-1], np.ones(3))

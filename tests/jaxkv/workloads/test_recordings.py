@@ -72,26 +72,29 @@ def test_burstgpts_sessions_wait_for_answers(tmp_path: Path, squeezes: bool) -> 
     if squeezes:
         head, _, rows = text.partition("\n")
         text = head.replace(" ", "").lower() + "\n" + rows
-    found = read_recording(write(tmp_path, text), skip_empty=True)
-    assert found.num_empty == 2  # one of them has no prompt either
-    assert found.arrival_s.tolist() == [0, 10, 40, 90]
-    assert found.session is not None
-    assert found.session.tolist() == [0, 1, 0, 0]
-    assert found.after is not None
-    assert found.delay_s is not None
+    recording = read_recording(write(tmp_path, text), skip_empty=True)
+    assert recording.num_empty == 2  # one of them has no prompt either
+    assert recording.arrival_s.tolist() == [0, 10, 40, 90]
+    assert recording.session is not None
+    assert recording.session.tolist() == [0, 1, 0, 0]
+    assert recording.after is not None
+    assert recording.delay_s is not None
     # The third was sent before the answer of the first, at 43 s.
-    assert found.after.tolist() == [[-1], [-1], [-1], [2]]
-    assert found.delay_s.tolist() == [0, 0, 0, 20]
+    assert recording.after.tolist() == [[-1], [-1], [-1], [2]]
+    assert recording.delay_s.tolist() == [0, 0, 0, 20]
 
 
 def test_azures_dates_have_zones_and_seven_decimals(tmp_path: Path) -> None:
     header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     zones = "2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-16 00:00:00+00:00,7,1\n"
-    found = read_recording(write(tmp_path, header + zones))
-    assert clock.from_seconds(found.arrival_s).tolist() == [[0, 0], [518399, 990070]]
+    recording = read_recording(write(tmp_path, header + zones))
+    assert clock.from_seconds(recording.arrival_s).tolist() == [
+        [0, 0],
+        [518399, 990070],
+    ]
     naive = "2023-11-16 18:17:03.9799600,10,5\n2023-11-18 18:17:03.9799611,7,1\n"
-    found = read_recording(write(tmp_path, header + naive))
-    assert clock.from_seconds(found.arrival_s).tolist() == [[0, 0], [172800, 1]]
+    recording = read_recording(write(tmp_path, header + naive))
+    assert clock.from_seconds(recording.arrival_s).tolist() == [[0, 0], [172800, 1]]
     with pytest.raises(ValueError, match="TIMESTAMP has dates: time_unit='s' must be"):
         read_recording(write(tmp_path, header + naive), time_unit="s")
 
@@ -114,18 +117,18 @@ def bailian(**changes: Any) -> list[dict[str, Any]]:
 
 
 def test_bailians_parents_are_turns(tmp_path: Path) -> None:
-    found = read_recording(write_lines(tmp_path, bailian()))
-    assert found.chunk_tokens == 16
-    assert found.arrival_s == pytest.approx([0, 0.086, 3, 3.086, 8.886])
-    assert found.after is not None
-    assert found.session is not None
-    assert found.after.tolist() == [[-1], [-1], [0], [2], [-1]]
+    recording = read_recording(write_lines(tmp_path, bailian()))
+    assert recording.chunk_tokens == 16
+    assert recording.arrival_s == pytest.approx([0, 0.086, 3, 3.086, 8.886])
+    assert recording.after is not None
+    assert recording.session is not None
+    assert recording.after.tolist() == [[-1], [-1], [0], [2], [-1]]
     # Requests whose parent is not in the file share its session.
-    assert found.session.tolist() == [0, 1, 0, 0, 1]
-    assert found.delay_s == pytest.approx([0, 0, 3, 0.086, 0])
+    assert recording.session.tolist() == [0, 1, 0, 0, 1]
+    assert recording.delay_s == pytest.approx([0, 0, 3, 0.086, 0])
     faster = read_recording(write_lines(tmp_path, bailian()), answer_s_per_token=0.1)
     assert faster.delay_s == pytest.approx([0, 0, 2, 0, 0])
-    assert cached_tokens(found).tolist() == [0, 0, 32, 64, 0]
+    assert cached_tokens(recording).tolist() == [0, 0, 32, 64, 0]
     bad = bailian()
     bad[4]["chat_id"] = 160
     with pytest.raises(ValueError, match="line 5: chat_id=160 is that of line 3"):
@@ -143,15 +146,15 @@ def test_turns_of_aiperf_add_to_their_history(tmp_path: Path) -> None:
         {"session_id": "a", "input_length": 24, "hash_ids": [8], "delay": 100},
     ]
     rows = [row | {"output_length": 100} for row in rows]
-    found = read_recording(write_lines(tmp_path, rows))
-    assert found.arrival_s == pytest.approx([0, 0.9, 2.4503, 2.5503])
-    assert found.prompt.tolist() == [1000, 600, 1600, 1724]
-    assert found.after is not None
-    assert found.after.tolist() == [[-1], [-1], [0], [2]]
-    assert found.delay_s == pytest.approx([0, 0, 2.4503, 0.1])
-    assert found.chunk_tokens == 512
+    recording = read_recording(write_lines(tmp_path, rows))
+    assert recording.arrival_s == pytest.approx([0, 0.9, 2.4503, 2.5503])
+    assert recording.prompt.tolist() == [1000, 600, 1600, 1724]
+    assert recording.after is not None
+    assert recording.after.tolist() == [[-1], [-1], [0], [2]]
+    assert recording.delay_s == pytest.approx([0, 0, 2.4503, 0.1])
+    assert recording.chunk_tokens == 512
     # Full chunks of the earlier turns: one of 1,000 tokens and three of 1,600.
-    assert cached_tokens(found).tolist() == [0, 512, 512, 1536]
+    assert cached_tokens(recording).tolist() == [0, 512, 512, 1536]
     lone = [{"session_id": None, "input_length": 5, "output_length": 1}]
     with pytest.raises(ValueError, match="line 1: has no timestamp"):
         read_recording(write_lines(tmp_path, lone))
@@ -160,10 +163,10 @@ def test_turns_of_aiperf_add_to_their_history(tmp_path: Path) -> None:
 def test_plain_files_may_have_sessions(tmp_path: Path) -> None:
     text = PLAIN.replace("\n", ",session,delay_s\n")
     text += "0,5,5,x,\n1,5,5,,\n4,9,5,x,1.5\n9,9,5,x,\n"
-    found = read_recording(write(tmp_path, text))
-    assert found.session is not None
-    assert found.session.tolist() == [0, 1, 0, 0]
-    assert found.delay_s == pytest.approx([0, 0, 1.5, 5])
+    recording = read_recording(write(tmp_path, text))
+    assert recording.session is not None
+    assert recording.session.tolist() == [0, 1, 0, 0]
+    assert recording.delay_s == pytest.approx([0, 0, 1.5, 5])
 
 
 @pytest.mark.parametrize(
@@ -188,9 +191,9 @@ def test_unix_times_and_dates_name_their_unit(
         with pytest.raises(ValueError, match=line):
             read_recording(path)
         return
-    found = read_recording(path)
-    assert clock.from_seconds(found.arrival_s).tolist() == seconds
-    assert not found.doubts
+    recording = read_recording(path)
+    assert clock.from_seconds(recording.arrival_s).tolist() == seconds
+    assert not recording.doubts
 
 
 def test_open_units_are_asked_for(tmp_path: Path) -> None:
@@ -199,10 +202,10 @@ def test_open_units_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"timestamp has no unit: .* time_unit='s', "):
         read_recording(path)
     for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
-        found = read_recording(path, time_unit=unit)
-        assert found.arrival_s.tolist() == [0, 1500 / factor, 4000 / factor]
+        recording = read_recording(path, time_unit=unit)
+        assert recording.arrival_s.tolist() == [0, 1500 / factor, 4000 / factor]
         named = write(tmp_path, PLAIN.replace("arrival_s", f"arrival_{unit}") + rows)
-        assert read_recording(named).arrival_s.tolist() == found.arrival_s.tolist()
+        assert read_recording(named).arrival_s.tolist() == recording.arrival_s.tolist()
     named = PLAIN.replace("arrival_s", "arrival_us") + "1500000000,5,6\n"
     assert read_recording(write(tmp_path, named)).arrival_s.tolist() == [1500]
     path = write(tmp_path, PLAIN + "1700000000000000000,5,6\n")
@@ -215,22 +218,22 @@ def test_open_units_are_asked_for(tmp_path: Path) -> None:
 
 def test_rows_out_of_order_are_sorted_and_counted(tmp_path: Path) -> None:
     text = PLAIN + "".join(f"{t},{i},5\n" for i, t in enumerate([3, 5, 4, 5, 4], 1))
-    found = read_recording(write(tmp_path, text))
-    assert found.arrival_s.tolist() == [3, 4, 4, 5, 5]
-    assert found.prompt.tolist() == [1, 3, 5, 2, 4]  # ties in the order of the file
-    assert found.num_unsorted == 2
+    recording = read_recording(write(tmp_path, text))
+    assert recording.arrival_s.tolist() == [3, 4, 4, 5, 5]
+    assert recording.prompt.tolist() == [1, 3, 5, 2, 4]  # ties in the order of the file
+    assert recording.num_unsorted == 2
     assert "2 of 5 rows have a time before an earlier row, first line 4" in str(
-        found.doubts
+        recording.doubts
     )
     rows = mooncake((2000, 600, [4, 5]), (1000, 513, [6, 7]), (3000, 512, [6]))
-    found = read_recording(write_lines(tmp_path, rows))
-    assert found.chunk_ids is not None
-    assert [x.tolist() for x in found.chunk_ids] == [[6, 7], [4, 5], [6]]
-    assert num_known_chunks(found).tolist() == [0, 0, 1]
+    recording = read_recording(write_lines(tmp_path, rows))
+    assert recording.chunk_ids is not None
+    assert [x.tolist() for x in recording.chunk_ids] == [[6, 7], [4, 5], [6]]
+    assert num_known_chunks(recording).tolist() == [0, 0, 1]
     turns = bailian()
-    found = read_recording(write_lines(tmp_path, turns[::-1]))
-    assert found.after is not None
-    assert found.after.tolist() == [[-1], [-1], [0], [2], [-1]]
+    recording = read_recording(write_lines(tmp_path, turns[::-1]))
+    assert recording.after is not None
+    assert recording.after.tolist() == [[-1], [-1], [0], [2], [-1]]
 
 
 def test_chunk_sizes_follow_from_the_rows(tmp_path: Path) -> None:
@@ -282,8 +285,8 @@ def slow_cache(prompts: list[list[int]], capacity: float) -> list[int]:
     recent: list[int] = []
     counts = []
     for ids in prompts:
-        known = [x in recent for x in ids]
-        counts.append(([*known, False]).index(False))
+        is_cached = [x in recent for x in ids]
+        counts.append(([*is_cached, False]).index(False))
         for chunk in reversed(ids):
             if chunk in recent:
                 recent.remove(chunk)
@@ -297,7 +300,7 @@ def slow_cache(prompts: list[list[int]], capacity: float) -> list[int]:
 def test_caches_hold_what_a_list_of_recent_chunks_holds(seed: int) -> None:
     prompts = draw_chunks(np.random.default_rng(seed))
     starts = np.cumsum([0, *map(len, prompts)])
-    ids = ChunkIds(np.array([x for each in prompts for x in each]), starts)
+    ids = ChunkIds(np.array([x for prompt in prompts for x in prompt]), starts)
     assert [x.tolist() for x in ids] == prompts
     assert [x.tolist() for x in ids[5:20:3]] == prompts[5:20:3]
     assert ids.num_known().tolist() == slow_cache(prompts, math.inf)
@@ -308,17 +311,17 @@ def test_caches_hold_what_a_list_of_recent_chunks_holds(seed: int) -> None:
 
 def test_cached_tokens_are_the_context_of_a_workload(tmp_path: Path) -> None:
     rows = mooncake((0, 1024, [1, 2]), (1, 1024, [1, 2]), (2, 600, [3, 4]), (3, 9, [1]))
-    found = read_recording(write_lines(tmp_path, rows), chunk_tokens=512)
-    assert cached_tokens(found).tolist() == [0, 1023, 0, 8]  # one token is new
-    assert cached_tokens(found, 1024).tolist() == [0, 1023, 0, 0]
-    assert cached_tokens(found, 511).tolist() == [0, 0, 0, 0]
-    load = found.workload(cache_tokens=math.inf)
+    recording = read_recording(write_lines(tmp_path, rows), chunk_tokens=512)
+    assert cached_tokens(recording).tolist() == [0, 1023, 0, 8]  # one token is new
+    assert cached_tokens(recording, 1024).tolist() == [0, 1023, 0, 0]
+    assert cached_tokens(recording, 511).tolist() == [0, 0, 0, 0]
+    load = recording.workload(cache_tokens=math.inf)
     assert load.prompt.tolist() == [1024, 1, 600, 1]
     assert load.context is not None
     assert load.context.tolist() == [0, 1023, 0, 8]
-    assert found.workload().context is None
+    assert recording.workload().context is None
     with pytest.raises(ValueError, match="cache_tokens=-1 must be at least 0"):
-        found.workload(cache_tokens=-1)
+        recording.workload(cache_tokens=-1)
     plain = read_recording(write(tmp_path, PLAIN + "0,1,1\n"))
     with pytest.raises(ValueError, match="has no chunk ids"):
         plain.workload(cache_tokens=5)
@@ -327,28 +330,28 @@ def test_cached_tokens_are_the_context_of_a_workload(tmp_path: Path) -> None:
 def test_ids_of_chunks_with_several_lengths_are_doubted(tmp_path: Path) -> None:
     """Of an id, no more tokens are cached than an earlier prompt had."""
     rows = mooncake((0, 600, [1, 2]), (1, 1024, [1, 2]), (2, 1500, [1, 2, 3]))
-    found = read_recording(write_lines(tmp_path, rows), chunk_tokens=512)
-    assert cached_tokens(found).tolist() == [0, 600, 1024]
-    assert cached_tokens(found, 4096).tolist() == [0, 600, 1024]
-    (doubt,) = found.doubts
+    recording = read_recording(write_lines(tmp_path, rows), chunk_tokens=512)
+    assert cached_tokens(recording).tolist() == [0, 600, 1024]
+    assert cached_tokens(recording, 4096).tolist() == [0, 600, 1024]
+    (doubt,) = recording.doubts
     assert doubt.startswith("line 2: a chunk ends after another number of tokens")
     assert "in line 1, with the same id" in doubt
     # Two short chunks, and chunks after other chunks.
     short = mooncake((0, 600, [1, 2]), (1, 700, [1, 2]), (2, 512, [1]))
-    found = read_recording(write_lines(tmp_path, short), chunk_tokens=512)
-    assert cached_tokens(found).tolist() == [0, 600, 511]
-    assert "line 2: a chunk ends after" in found.doubts[0]
+    recording = read_recording(write_lines(tmp_path, short), chunk_tokens=512)
+    assert cached_tokens(recording).tolist() == [0, 600, 511]
+    assert "line 2: a chunk ends after" in recording.doubts[0]
     for rows, line in (
         (mooncake((0, 1024, [1, 2]), (1, 1024, [3, 2])), "line 2: a chunk follows"),
         (mooncake((0, 1024, [1, 2]), (1, 512, [2])), "line 2: a chunk follows"),
         (mooncake((0, 512, [1]), (1, 1024, [2, 2])), "line 2: a chunk follows"),
     ):
-        found = read_recording(write_lines(tmp_path, rows), chunk_tokens=512)
-        assert found.doubts[0].startswith(line)
+        recording = read_recording(write_lines(tmp_path, rows), chunk_tokens=512)
+        assert recording.doubts[0].startswith(line)
     plain = mooncake((0, 600, [1, 2]), (1, 600, [1, 2]), (2, 1100, [1, 3, 4]))
-    found = read_recording(write_lines(tmp_path, plain), chunk_tokens=512)
-    assert cached_tokens(found).tolist() == [0, 599, 512]
-    assert found.doubts == ()
+    recording = read_recording(write_lines(tmp_path, plain), chunk_tokens=512)
+    assert cached_tokens(recording).tolist() == [0, 599, 512]
+    assert recording.doubts == ()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -358,11 +361,11 @@ def test_cached_tokens_are_those_of_the_longest_earlier_prompt(seed: int) -> Non
     size = 4
     prompts = draw_chunks(rng)
     lengths = [max(1, size * len(x) - int(rng.integers(0, size))) for x in prompts]
-    flat = np.array([x for each in prompts for x in each], np.int64)
+    flat = np.array([x for prompt in prompts for x in prompt], np.int64)
     ids = ChunkIds(flat, np.cumsum([0, *map(len, prompts)]))
     limits = ids.shared_tokens(np.array(lengths), size)
     ends: dict[int, int] = {}
-    known = ids.num_known()
+    num_known = ids.num_known()
     for i, (chunks, length) in enumerate(zip(prompts, lengths, strict=True)):
         cached = 0
         for k, chunk in enumerate(chunks):
@@ -370,7 +373,7 @@ def test_cached_tokens_are_those_of_the_longest_earlier_prompt(seed: int) -> Non
             if cached < size * k or chunk not in ends:
                 break
             cached = min(end, ends[chunk])
-        assert min(size * known[i], limits[i]) == cached
+        assert min(size * num_known[i], limits[i]) == cached
         for k, chunk in enumerate(chunks):
             end = min(length, size * (k + 1))
             ends[chunk] = max(ends.get(chunk, 0), end)
@@ -396,19 +399,21 @@ def test_rows_on_another_clock_are_doubted(
         text = PLAIN.replace("arrival_s", name)
         text += "".join(f"{time:.1f},5,5\n" for time in times)
         unit = None if name == "arrival_s" else "s"
-        found = read_recording(write(tmp_path, text), time_unit=unit)
-        assert found.doubts[0].startswith(line)
-        assert "has it another clock or unit?" in found.doubts[0]
+        recording = read_recording(write(tmp_path, text), time_unit=unit)
+        assert recording.doubts[0].startswith(line)
+        assert "has it another clock or unit?" in recording.doubts[0]
 
 
 def test_azures_times_may_be_seconds(tmp_path: Path) -> None:
     header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     rows = "".join(f"{i / 2},{100 + i},20\n" for i in range(8))
-    found = read_recording(write(tmp_path, header + rows))
-    assert found.arrival_s.tolist() == [i / 2 for i in range(8)]
-    assert found.doubts == ()
-    found = read_recording(write(tmp_path, header + rows + f"{UNIX:.1f},120,30\n"))
-    assert found.doubts[0].startswith("line 10: TIMESTAMP=1787600000 is 20,689.8 days")
+    recording = read_recording(write(tmp_path, header + rows))
+    assert recording.arrival_s.tolist() == [i / 2 for i in range(8)]
+    assert recording.doubts == ()
+    recording = read_recording(write(tmp_path, header + rows + f"{UNIX:.1f},120,30\n"))
+    assert recording.doubts[0].startswith(
+        "line 10: TIMESTAMP=1787600000 is 20,689.8 days"
+    )
     dates = "2024-05-10 00:00:01Z,5,5\n2024-05-10 00:00:02Z,5,5\n"
     later = write(tmp_path, header + dates + "2026-05-10 00:00:03Z,5,5\n")
     assert read_recording(later).doubts[0].startswith("line 4: ")
@@ -417,8 +422,8 @@ def test_azures_times_may_be_seconds(tmp_path: Path) -> None:
 def test_totals_and_turns_that_contradict_their_rows(tmp_path: Path) -> None:
     header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
     rows = "5,GPT-4,10,20,30,API log\n7,GPT-4,10,20,31,API log\n9,GPT-4,1,2,9,x\n"
-    found = read_recording(write(tmp_path, header + rows))
-    assert found.doubts == (
+    recording = read_recording(write(tmp_path, header + rows))
+    assert recording.doubts == (
         "Total tokens is not Request tokens + Response tokens in 2 rows, first line 3; "
         "it is not used",
     )
@@ -456,14 +461,14 @@ def random_rows(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["plain", "azure", "mooncake"])
 def test_blocks_give_the_rows_of_the_whole_file(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, random_rows(kind))
-    whole = read_blockwise(path, 2**22)
-    assert whole.prompt.size == 200
+    full_recording = read_blockwise(path, 2**22)
+    assert full_recording.prompt.size == 200
     for pack in (bytes, gzip.compress, bz2.compress, lzma.compress):
         packed = tmp_path / "packed"
         packed.write_bytes(pack(path.read_bytes()))
-        found = read_blockwise(packed, 2560)
-        for name, expected in whole._asdict().items():
-            value = getattr(found, name)
+        recording = read_blockwise(packed, 2560)
+        for name, expected in full_recording._asdict().items():
+            value = getattr(recording, name)
             if isinstance(expected, ChunkIds):
                 assert value.flat.tolist() == expected.flat.tolist()
                 assert value.starts.tolist() == expected.starts.tolist()

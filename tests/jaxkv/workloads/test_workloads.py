@@ -46,9 +46,9 @@ def rng(seed: int = 0) -> np.random.Generator:
 def test_distributions_have_their_moments(
     law: lengths.LengthDistribution, deviation: float
 ) -> None:
-    drawn = law.draw(rng(), 200_000)
-    assert drawn.mean() == pytest.approx(law.mean, rel=0.01)
-    assert drawn.std() == pytest.approx(deviation, rel=0.02)
+    samples = law.draw(rng(), 200_000)
+    assert samples.mean() == pytest.approx(law.mean, rel=0.01)
+    assert samples.std() == pytest.approx(deviation, rel=0.02)
 
 
 @pytest.mark.parametrize("pair", [SHAREGPT, ALPACA])
@@ -193,53 +193,53 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_azures_times_count_from_the_first(tmp_path: Path) -> None:
-    found = recordings.read_recording(write(tmp_path, AZURE))
-    assert found.arrival_s.tolist() == [0.0, 1.75]
-    assert found.prompt.tolist() == [374, 10]
-    assert found.output.tolist() == [44, 3]
-    assert found.chunk_ids is None
+    recording = recordings.read_recording(write(tmp_path, AZURE))
+    assert recording.arrival_s.tolist() == [0.0, 1.75]
+    assert recording.prompt.tolist() == [374, 10]
+    assert recording.output.tolist() == [44, 3]
+    assert recording.chunk_ids is None
     with pytest.raises(ValueError, match="has no chunk ids"):
-        recordings.num_known_chunks(found)
+        recordings.num_known_chunks(recording)
 
 
 def test_burstgpts_failures_are_refused_or_counted(tmp_path: Path) -> None:
     path = write(tmp_path, BURST)
     with pytest.raises(ValueError, match="line 3: the output has 0 tokens"):
         recordings.read_recording(path)
-    found = recordings.read_recording(path, skip_empty=True)
-    assert found.num_empty == 1
-    assert found.arrival_s.tolist() == [0.0, 113.0]
-    assert found.output.tolist() == [18, 230]
+    recording = recordings.read_recording(path, skip_empty=True)
+    assert recording.num_empty == 1
+    assert recording.arrival_s.tolist() == [0.0, 113.0]
+    assert recording.output.tolist() == [18, 230]
 
 
 def test_plain_times_stay_as_they_are(tmp_path: Path) -> None:
-    found = recordings.read_recording(write(tmp_path, PLAIN))
-    w = found.workload()
+    recording = recordings.read_recording(write(tmp_path, PLAIN))
+    w = recording.workload()
     assert clock.to_seconds(np.asarray(w.arrival)).tolist() == [1.5, 1.5]
     assert w.prompt.tolist() == [3, 5]
-    assert np.isnan(found.rate)
+    assert np.isnan(recording.rate)
     with pytest.raises(ValueError, match="came at once have no rate"):
-        found.at_rate(1.0)
+        recording.at_rate(1.0)
 
 
 def test_mooncakes_chunks_are_shared_between_prompts(tmp_path: Path) -> None:
-    found = recordings.read_recording(write(tmp_path, MOONCAKE))
-    assert found.arrival_s.tolist() == [0.0, 2.5, 2.5]
-    assert found.chunk_ids is not None
-    assert [ids.tolist() for ids in found.chunk_ids] == [[0, 1], [0, 2, 3], [0]]
-    assert recordings.num_known_chunks(found).tolist() == [0, 1, 1]
+    recording = recordings.read_recording(write(tmp_path, MOONCAKE))
+    assert recording.arrival_s.tolist() == [0.0, 2.5, 2.5]
+    assert recording.chunk_ids is not None
+    assert [ids.tolist() for ids in recording.chunk_ids] == [[0, 1], [0, 2, 3], [0]]
+    assert recordings.num_known_chunks(recording).tolist() == [0, 1, 1]
 
 
 def test_a_replay_keeps_its_pattern_at_another_rate(tmp_path: Path) -> None:
-    found = recordings.read_recording(write(tmp_path, MOONCAKE))
-    assert found.rate == pytest.approx(0.8)
-    faster = found.at_rate(8.0)
+    recording = recordings.read_recording(write(tmp_path, MOONCAKE))
+    assert recording.rate == pytest.approx(0.8)
+    faster = recording.at_rate(8.0)
     assert faster.rate == pytest.approx(8.0)
     assert faster.arrival_s == pytest.approx([0.0, 0.25, 0.25])
-    closed = found.workload(clients=2)
+    closed = recording.workload(clients=2)
     assert not closed.arrival.any()
     with pytest.raises(ValueError, match=r"rate=0\.0 must be above 0"):
-        found.at_rate(0.0)
+        recording.at_rate(0.0)
 
 
 @pytest.mark.parametrize(
@@ -294,11 +294,11 @@ def test_dates_without_a_zone_are_utc(
             ["2023-03-12 01:59:59", "2023-03-12 02:30:00", "2023-03-12 03:00:01"],
             ["2023-10-29 01:59:59Z", "2023-10-29 04:30:00+02", "2023-10-29T03:00:01Z"],
         ]
-        for each in dates:
-            rows = [header, *(f"{date},10,5" for date in each)]
-            found = recordings.read_recording(write(tmp_path, "\n".join(rows)))
-            assert found.arrival_s.tolist() == [0.0, 1801.0, 3602.0]
-            assert not found.doubts
+        for date_list in dates:
+            rows = [header, *(f"{date},10,5" for date in date_list)]
+            recording = recordings.read_recording(write(tmp_path, "\n".join(rows)))
+            assert recording.arrival_s.tolist() == [0.0, 1801.0, 3602.0]
+            assert not recording.doubts
         for mixed, line in (
             ("2024-05-10 00:00:00+00:00,1,5\n2024-05-10 00:00:01,1,6", "has no zone"),
             ("2024-05-10 00:00:00,1,5\n2024-05-10 00:00:01Z,1,6", "has a zone"),
@@ -319,7 +319,7 @@ def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
         {"arrival_s": 1.5, "prompt_tokens": 5, "output_tokens": 6.0},
     ]
     text = "\n".join(map(json.dumps, lines))
-    for each in (
+    for table_text in (
         plain.replace(",", ";"),
         "sep=;\r\n" + plain.replace(",", ";"),
         "# by a script\n" + plain,
@@ -330,16 +330,18 @@ def test_recordings_are_tables_of_any_kind(tmp_path: Path) -> None:
         text,
         "\ufeff" + text.replace("\n", "\r\n"),
     ):
-        found = recordings.read_recording(write(tmp_path, each))
+        recording = recordings.read_recording(write(tmp_path, table_text))
         for name in ("arrival_s", "prompt", "output"):
-            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+            np.testing.assert_array_equal(
+                getattr(recording, name), getattr(expected, name)
+            )
     path = write(
         tmp_path, MOONCAKE.replace('"hash_ids"', '"x": "a\u2028b", "hash_ids"')
     )
     plain_path = tmp_path / "packed"
     plain_path.write_bytes(gzip.compress(path.read_bytes()))
-    for each in (path, plain_path):
-        assert recordings.read_recording(each).prompt.tolist() == [600, 1100, 512]
+    for table_path in (path, plain_path):
+        assert recordings.read_recording(table_path).prompt.tolist() == [600, 1100, 512]
     repeated = plain.replace("output_tokens", "prompt_tokens")
     with pytest.raises(ValueError, match="two columns are named 'prompt_tokens'"):
         recordings.read_recording(write(tmp_path, repeated))
@@ -368,9 +370,9 @@ def test_times_of_another_unit_have_a_warning(
     if unit == "ms":
         row = {"input_length": 1, "output_length": 1, "hash_ids": [0]}
         text = "".join(json.dumps({"timestamp": x} | row) + "\n" for x in times)
-    found = recordings.read_recording(write(tmp_path, text)).doubts
-    assert len(found) == bool(doubt)
-    assert doubt in "".join(found)
+    doubts = recordings.read_recording(write(tmp_path, text)).doubts
+    assert len(doubts) == bool(doubt)
+    assert doubt in "".join(doubts)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -414,18 +416,20 @@ def test_sharegpt_gives_the_first_question_and_its_answer(tmp_path: Path) -> Non
 def test_azures_traces_have_their_known_means(
     name: str, requests: int, hours: float, prompt: float, output: float
 ) -> None:
-    found = recordings.read_recording(traces.find(f"traces/{name}.csv"))
-    assert found.prompt.size == requests
-    assert found.arrival_s[-1] == pytest.approx(hours, abs=1)
-    assert found.prompt.mean() == pytest.approx(prompt, abs=0.05)
-    assert found.output.mean() == pytest.approx(output, abs=0.05)
+    recording = recordings.read_recording(traces.find(f"traces/{name}.csv"))
+    assert recording.prompt.size == requests
+    assert recording.arrival_s[-1] == pytest.approx(hours, abs=1)
+    assert recording.prompt.mean() == pytest.approx(prompt, abs=0.05)
+    assert recording.output.mean() == pytest.approx(output, abs=0.05)
 
 
 def test_mooncakes_trace_can_be_found_in_a_cache_to_64_percent() -> None:
     """Hit rate of an unbounded cache: 64.0 % of 121,877 chunks."""
-    found = recordings.read_recording(traces.find("traces/mooncake_synthetic.jsonl"))
-    assert found.chunk_ids is not None
-    num_chunks = sum(ids.size for ids in found.chunk_ids)
+    recording = recordings.read_recording(
+        traces.find("traces/mooncake_synthetic.jsonl")
+    )
+    assert recording.chunk_ids is not None
+    num_chunks = sum(ids.size for ids in recording.chunk_ids)
     assert num_chunks == 121_877
-    known = recordings.num_known_chunks(found).sum() / num_chunks
-    assert known == pytest.approx(0.640, abs=0.0005)
+    known_share = recordings.num_known_chunks(recording).sum() / num_chunks
+    assert known_share == pytest.approx(0.640, abs=0.0005)
