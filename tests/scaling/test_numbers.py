@@ -494,10 +494,10 @@ def test_limits_of_data_check_their_numbers(value: Any) -> None:
 
 def test_arrays_are_checked_entry_by_entry_and_tracers_pass() -> None:
     flops = np.array([1e20, 1e21])
-    whole = laws.divide_budget(POWERS, flops)
+    array_budgets = laws.divide_budget(POWERS, flops)
     for i, one in enumerate(flops):
         loss = laws.divide_budget(POWERS, float(one)).loss
-        assert whole.loss[i] == pytest.approx(loss, rel=1e-12)
+        assert array_budgets.loss[i] == pytest.approx(loss, rel=1e-12)
     for bad in (-1.0, np.nan, np.inf, 0.0):
         with refused("flops=", "must be in [1e-100, 1e100]"):
             laws.divide_budget(POWERS, np.array([1e20, bad]))
@@ -505,11 +505,11 @@ def test_arrays_are_checked_entry_by_entry_and_tracers_pass() -> None:
         laws.divide_budget(POWERS, np.array(["a", "b"]))
 
     def loss_of(flops: jax.Array) -> jax.Array:
-        found = laws.divide_budget(POWERS, flops)
-        return plan.budget_loss(POWERS, found.num_params, found.num_tokens)
+        budget = laws.divide_budget(POWERS, flops)
+        return plan.budget_loss(POWERS, budget.num_params, budget.num_tokens)
 
     mapped = jax.jit(jax.vmap(loss_of))(jnp.asarray(flops, jnp.float32))
-    np.testing.assert_allclose(mapped, whole.loss, rtol=1e-5)
+    np.testing.assert_allclose(mapped, array_budgets.loss, rtol=1e-5)
     assert jax.grad(loss_of)(jnp.float32(1e21)) < 0
 
 

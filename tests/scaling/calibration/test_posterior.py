@@ -41,7 +41,7 @@ def stages_with(
     deviations: np.ndarray, rates: tuple[float, ...] = (4.0, 8.0, 12.0)
 ) -> list[MeasuredStage]:
     """Stages whose latencies are those of the steady state with known coefficients."""
-    found = [
+    stages = [
         dataclasses.replace(
             FIRST,
             run=name,
@@ -56,14 +56,14 @@ def stages_with(
         for name, (checkpoint, degree) in MODELS.items()
         for i, rate in enumerate(rates)
     ]
-    values = np.exp(posterior.make_surrogate(found)(jnp.float32(deviations)))
+    values = np.exp(posterior.make_surrogate(stages)(jnp.float32(deviations)))
     return [
         dataclasses.replace(
             stage,
-            end_to_end_s=LatencySummary(whole, whole, whole),
+            end_to_end_s=LatencySummary(total_s, total_s, total_s),
             first_token_s=LatencySummary(first, first, first),
         )
-        for stage, (whole, first) in zip(found, values.tolist(), strict=True)
+        for stage, (total_s, first) in zip(stages, values.tolist(), strict=True)
     ]
 
 
@@ -71,13 +71,13 @@ def stages_with(
 def test_the_steady_state_is_near_the_simulation() -> None:
     deviations = np.zeros((1, len(PRIOR)))
     for stage in stages_with(deviations[0], rates=(5.0,))[:1]:
-        found = simulate_stage(stage, draw_coefficients(deviations))
+        latencies = simulate_stage(stage, draw_coefficients(deviations))
         assert stage.end_to_end_s is not None
         assert stage.first_token_s is not None
-        whole = stage.end_to_end_s.mean
+        end_to_end = stage.end_to_end_s.mean
         first = stage.first_token_s.median
-        assert found.end_to_end_s.mean[0] == pytest.approx(whole, rel=0.01)
-        assert found.first_token_s.median[0] == pytest.approx(first, rel=0.04)
+        assert latencies.end_to_end_s.mean[0] == pytest.approx(end_to_end, rel=0.01)
+        assert latencies.first_token_s.median[0] == pytest.approx(first, rel=0.04)
 
 
 @pytest.mark.thorough
@@ -97,19 +97,19 @@ def test_the_fit_recovers_the_times_of_known_coefficients(
     monkeypatch.setattr(posterior, "_simulated_targets", steady)
     monkeypatch.setattr(posterior, "FIT_ROUNDS", 1)
     monkeypatch.setattr(posterior, "_DRAWS_PER_ROUND", 2)
-    found = fit_posterior(stages, num_draws=400)
-    np.testing.assert_allclose(found.corrections, 0, atol=1e-5)
-    assert found.num_effective > 300
-    assert found.num_stages == dict.fromkeys(MODELS, 3)
+    fit = fit_posterior(stages, num_draws=400)
+    np.testing.assert_allclose(fit.corrections, 0, atol=1e-5)
+    assert fit.num_effective > 300
+    assert fit.num_stages == dict.fromkeys(MODELS, 3)
     # The posterior of each coefficient covers the truth and is not wider than the
     # prior. Data on two models determine the bandwidth for K and V.
-    mean = found.deviations.mean(axis=0)
-    spread = found.deviations.std(axis=0)
+    mean = fit.deviations.mean(axis=0)
+    spread = fit.deviations.std(axis=0)
     assert (np.abs(truth - mean) < 3.5 * spread).all()
     assert (spread < 1.2).all()
     assert spread[list(PRIOR).index("decode_kv_ratio")] < 0.8
     # The prior moves the mode, by less than the noise of a stage.
-    errors = surrogate(jnp.float32(found.mode)) - surrogate(jnp.float32(truth))
+    errors = surrogate(jnp.float32(fit.mode)) - surrogate(jnp.float32(truth))
     assert (np.abs(errors) < STAGE_NOISE).all()
 
 
@@ -143,11 +143,12 @@ def test_intervals_include_the_discrepancy_of_a_model(
     plain = StageLatencies(second, second, second)
     replace(monkeypatch, posterior, "simulate_stage", lambda *_: plain)
     new = predict_stage(FIRST, fitted._replace(residuals={}))
-    known = predict_stage(FIRST, fitted)
+    fitted_prediction = predict_stage(FIRST, fitted)
     pairs = (("end_to_end_s", "mean"), ("first_token_s", "median"))
     for i, (latency, statistic) in enumerate(pairs):
         before, after = (
-            np.log(getattr(getattr(x, latency), statistic)) for x in (new, known)
+            np.log(getattr(getattr(x, latency), statistic))
+            for x in (new, fitted_prediction)
         )
         total = (DISCREPANCY[i] ** 2 + STAGE_NOISE[i] ** 2) ** 0.5
         assert np.std(before) == pytest.approx(total, rel=0.3)
@@ -190,8 +191,8 @@ def test_loads_outside_the_fitted_ones_have_wider_intervals(
     # Short answers are outside, and few requests are not.
     few = find_outside_sizes(fitted, LoadSizes(100.0, 10.0, 0.25))
     assert {name: x.octaves for name, x in few.items()} == {"answer_tokens": 1}
-    many = find_outside_sizes(fitted, LoadSizes(100.0, 20.0, 200.0))
-    assert {name: x.octaves for name, x in many.items()} == {"batch": 2}
+    outside_sizes = find_outside_sizes(fitted, LoadSizes(100.0, 20.0, 200.0))
+    assert {name: x.octaves for name, x in outside_sizes.items()} == {"batch": 2}
     pairs = (("end_to_end_s", "mean"), ("first_token_s", "median"))
     for i, (latency, statistic) in enumerate(pairs):
         before, after = (

@@ -28,18 +28,20 @@ def test_a_written_posterior_is_read_back(
     tmp_path: Path, posterior: ServerPosterior
 ) -> None:
     save_posterior(tmp_path / "p.json", posterior)
-    found = load_posterior(tmp_path / "p.json")
+    loaded_posterior = load_posterior(tmp_path / "p.json")
     for name in ("deviations", "mode", "corrections"):
         np.testing.assert_allclose(
-            getattr(found, name), getattr(posterior, name), atol=1e-4
+            getattr(loaded_posterior, name), getattr(posterior, name), atol=1e-4
         )
     np.testing.assert_allclose(
-        found.residuals["llama-2-7b"], posterior.residuals["llama-2-7b"], rtol=1e-5
+        loaded_posterior.residuals["llama-2-7b"],
+        posterior.residuals["llama-2-7b"],
+        rtol=1e-5,
     )
-    assert found.stages == posterior.stages
-    assert found.num_stages == posterior.num_stages
-    assert found.devices == ("h100",)
-    assert found.num_effective == 12.5
+    assert loaded_posterior.stages == posterior.stages
+    assert loaded_posterior.num_stages == posterior.num_stages
+    assert loaded_posterior.devices == ("h100",)
+    assert loaded_posterior.num_effective == 12.5
 
 
 @pytest.mark.parametrize(

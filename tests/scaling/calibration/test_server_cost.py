@@ -138,11 +138,11 @@ def test_a_step_costs_the_sum_over_its_sequences(
 ) -> None:
     deviations = np.random.default_rng(3).normal(size=len(PRIOR))
     coefficients = draw_coefficients(deviations)
-    found = call(make_cost(name, devices, coefficients), work_of(STEPS[step]))
+    seconds = call(make_cost(name, devices, coefficients), work_of(STEPS[step]))
     exact = {x: float(y) for x, y in coefficients._asdict().items()}
     expected = loop_seconds(SIZES[name], devices, STEPS[step], SimpleNamespace(**exact))
     # The norms' weights, 0.02 % of the rest, are not in the loop.
-    assert float(found) == pytest.approx(expected, rel=3e-4)
+    assert float(seconds) == pytest.approx(expected, rel=3e-4)
 
 
 def test_keys_and_values_are_copied_if_devices_outnumber_their_heads() -> None:

@@ -111,12 +111,12 @@ def test_a_queue_that_grows_is_an_overload() -> None:
 
 def test_another_policy_is_simulated() -> None:
     load = load_at(20.0, 90)
-    found = [
+    server_runs = [
         simulate_server(SETUP, [load], constant_steps(), policy=policy)[0]
         for policy in (None, fcfs())
     ]
     # Neither policy lets a request wait in an idle server.
-    for run in found:
+    for run in server_runs:
         assert run.latencies().first_token_s.max() < 0.021
 
 

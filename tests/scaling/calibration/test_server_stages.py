@@ -42,12 +42,14 @@ def test_latencies_of_a_lone_request_are_sums_of_steps_and_delays() -> None:
     # A request each second; each takes 41 steps of 10 ms.
     stage = dataclasses.replace(FIRST, rate_per_s=1.0)
     delays = {"ingest_s": 0.004, "first_token_s": 0.003, "stream_s": 0.002}
-    found = simulated(stage, constant_steps(**delays, delivery_lag=0.5))
+    latencies = simulated(stage, constant_steps(**delays, delivery_lag=0.5))
     first = 0.01 + 0.004 + 0.003 + 0.005
     last = 0.41 + 0.004 + 0.002 + 0.005
-    assert found.first_token_s.mean == pytest.approx(first, abs=2e-6)
-    assert found.end_to_end_s.p99 == pytest.approx(last, abs=2e-6)
-    assert found.inter_token_s.median == pytest.approx((last - first) / 40, abs=2e-6)
+    assert latencies.first_token_s.mean == pytest.approx(first, abs=2e-6)
+    assert latencies.end_to_end_s.p99 == pytest.approx(last, abs=2e-6)
+    assert latencies.inter_token_s.median == pytest.approx(
+        (last - first) / 40, abs=2e-6
+    )
 
 
 @pytest.mark.thorough
@@ -124,10 +126,10 @@ def test_blocks_are_those_that_vllm_reports(
     name: str, degree: int, blocks: int
 ) -> None:
     """Reports of vLLM 0.15 on H100s with 0.9 of the memory; they were fitted."""
-    found = num_kv_blocks(
+    num_blocks = num_kv_blocks(
         shapes.describe_checkpoint(name), H100, tensor_parallel=degree
     )
-    assert found == pytest.approx(blocks, rel=0.003)
+    assert num_blocks == pytest.approx(blocks, rel=0.003)
 
 
 def test_blocks_that_fit_into_memory() -> None:
@@ -140,10 +142,10 @@ def test_blocks_that_fit_into_memory() -> None:
     eight, sixteen = (
         num_kv_blocks(large, H100, tensor_parallel=x, reserved_bytes=0) for x in (8, 16)
     )
-    each = 16 * 80 * 2 * 128 * 2
+    block_bytes = 16 * 80 * 2 * 128 * 2
     weights = 2 * 70_553_706_496
-    assert eight == int((memory - weights / 8) // each)
-    assert sixteen == int((memory - weights / 16) // each)
+    assert eight == int((memory - weights / 8) // block_bytes)
+    assert sixteen == int((memory - weights / 16) // block_bytes)
     # 141 GB of weights fit on two H100s, with room for 27,840 tokens.
     assert num_kv_blocks(large, H100, tensor_parallel=2) == 1740
     with pytest.raises(ValueError, match=r"memory_share=1\.5 must be in \(0, 1\]"):
@@ -151,7 +153,7 @@ def test_blocks_that_fit_into_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "degree", "share", "way"),
+    ("name", "device", "degree", "share", "remedy"),
     [
         ("llama-3.1-70b", "h100", 1, 0.9, "a tensor-parallel degree of 2 is enough"),
         (
@@ -165,7 +167,7 @@ def test_blocks_that_fit_into_memory() -> None:
     ],
 )
 def test_a_model_that_does_not_fit_names_a_way_out(
-    name: str, device: str, degree: int, share: float, way: str
+    name: str, device: str, degree: int, share: float, remedy: str
 ) -> None:
     """The message is one line, and the way that it names fits."""
     model = shapes.describe(name)
@@ -176,7 +178,7 @@ def test_a_model_that_does_not_fit_names_a_way_out(
             model, find_device(device), tensor_parallel=degree, memory_share=share
         )
     text = str(error.value)
-    assert way in text, text
+    assert remedy in text, text
     assert "\n" not in text
     assert "GB of 16-bit weights each" in text
 
@@ -193,7 +195,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_a_comparison_shows_each_statistic_and_its_error() -> None:
     assert FIRST.end_to_end_s is not None
-    found = StageLatencies(
+    latencies = StageLatencies(
         *(
             type(FIRST.end_to_end_s)(*(np.array([1.1 * x]) for x in summary))
             for summary in (
@@ -204,7 +206,7 @@ def test_a_comparison_shows_each_statistic_and_its_error() -> None:
             if summary is not None
         )
     )
-    title, *lines = compare_stage(FIRST, found).splitlines()
+    title, *lines = compare_stage(FIRST, latencies).splitlines()
     assert title == "made-up-7b/0  5 requests/s"
     assert len(lines) == 9
     assert all(line.endswith("+10.0 %") for line in lines)

@@ -56,10 +56,10 @@ def test_uninformative_documents_are_left_out(folder: Path) -> None:
     (folder / "empty.txt").touch()
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
     split = load(folder)
-    found = names(split.train) + names(split.held_out)
-    assert "a_copy.txt" in found
-    assert not {"deep/3.txt", "empty.txt", "latin.txt"} & set(found)
-    assert len(found) == 40
+    split_names = names(split.train) + names(split.held_out)
+    assert "a_copy.txt" in split_names
+    assert not {"deep/3.txt", "empty.txt", "latin.txt"} & set(split_names)
+    assert len(split_names) == 40
 
 
 def test_a_single_file_is_named_in_the_complaint(folder: Path) -> None:
@@ -141,12 +141,12 @@ def test_each_epoch_reads_every_window_once_in_a_new_order() -> None:
 @pytest.mark.thorough
 def test_a_step_depends_only_on_seed_and_step() -> None:
     stream = jnp.arange(1000, dtype=jnp.uint16)
-    found = corpora.draw_windows(
+    windows = corpora.draw_windows(
         stream, jnp.int32(0), jnp.int32(3), batch_size=4, seq_len=16
     )
     for step in (7, 3):
         again = draw(1000, step, batch_size=4, seq_len=16)
-        assert (again == found).all() == (step == 3)
+        assert (again == windows).all() == (step == 3)
 
 
 def test_text_shorter_than_a_window_is_one_clear_line() -> None:
@@ -195,10 +195,10 @@ def test_byte_pairs_are_kept_whole_or_not_at_all(folder: Path, tmp_path: Path) -
     config = byte_pairs(folder)
     cache = tmp_path / "cache"
     first = corpora.open_corpus(config, cache=cache)
-    (kept,) = cache.iterdir()
+    (cache_folder,) = cache.iterdir()
     assert isinstance(corpora.open_corpus(config, cache=cache).stream, np.memmap)
     # Learnt again, or without a writable cache, they are the same.
-    (kept / "train.npy").unlink()
+    (cache_folder / "train.npy").unlink()
     assert corpora.open_corpus(config, cache=cache).digest == first.digest
     (tmp_path / "file").touch()
     assert corpora.open_corpus(config, cache=tmp_path / "file").digest == first.digest
@@ -215,22 +215,22 @@ def test_fewer_unique_tokens_are_part_of_more(
     config = byte_pairs(folder)
     if tokenizer == "bytes":
         config = dataclasses.replace(config, tokenizer="bytes", vocab_size=257)
-    whole = corpora.open_corpus(config, cache=tmp_path)
+    full_corpus = corpora.open_corpus(config, cache=tmp_path)
 
-    def some(num: int) -> np.ndarray:
+    def take_tokens(num: int) -> np.ndarray:
         fewer = dataclasses.replace(config, num_unique_tokens=num)
         corpus = corpora.open_corpus(fewer, cache=tmp_path)
-        assert corpus.held_out.tolist() == whole.held_out.tolist()
+        assert corpus.held_out.tolist() == full_corpus.held_out.tolist()
         assert corpus.epochs(3 * num) == 3
         return corpus.stream
 
-    everything = some(len(whole.stream))
-    assert some(1000).tolist() == everything[:1000].tolist()
+    everything = take_tokens(len(full_corpus.stream))
+    assert take_tokens(1000).tolist() == everything[:1000].tolist()
     # The same documents in another order, not in order of their names.
-    assert sorted(everything) == sorted(whole.stream)
-    assert everything.tolist() != whole.stream.tolist()
+    assert sorted(everything) == sorted(full_corpus.stream)
+    assert everything.tolist() != full_corpus.stream.tolist()
     with pytest.raises(ValueError, match="are more than its"):
-        some(len(whole.stream) + 1)
+        take_tokens(len(full_corpus.stream) + 1)
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no such file here")
@@ -270,8 +270,8 @@ def test_streams_are_scored_in_the_same_windows() -> None:
     every = cut(stream, seq_len=9, num_windows=99)
     assert every[:, 1:].ravel().tolist() == [*range(1, 100)]
     assert (every[:, 0] == every[:, 1] - 1).all()
-    some = cut(stream, seq_len=9, num_windows=4)
-    assert some[:, 0].tolist() == [0, 18, 45, 72]
+    windows = cut(stream, seq_len=9, num_windows=4)
+    assert windows[:, 0].tolist() == [0, 18, 45, 72]
     with pytest.raises(ValueError, match="5 held-out tokens are fewer than one window"):
         cut(stream[:5], seq_len=9, num_windows=4)
 
@@ -292,11 +292,13 @@ def test_score_of_a_stream() -> None:
     assert nothing.loss_se < 1e-6
     # With another model, the first predictions can be excluded, and the batch size has
     # no effect.
-    whole = score(jax.tree.map(lambda p: 30 * p, params))
+    stream_score = score(jax.tree.map(lambda p: 30 * p, params))
     late = score(jax.tree.map(lambda p: 30 * p, params), carry=3, batch_size=7)
-    assert whole.loss_se == pytest.approx(whole.windows.std(ddof=1) / math.sqrt(20))
-    assert whole.loss == pytest.approx(whole.positions.mean())
-    np.testing.assert_allclose(late.positions, whole.positions[3:], rtol=1e-5)
+    assert stream_score.loss_se == pytest.approx(
+        stream_score.windows.std(ddof=1) / math.sqrt(20)
+    )
+    assert stream_score.loss == pytest.approx(stream_score.positions.mean())
+    np.testing.assert_allclose(late.positions, stream_score.positions[3:], rtol=1e-5)
     assert late.num_tokens == 100
     with pytest.raises(ValueError, match=r"carry=8 must be in \[0"):
         score(params, carry=8)

@@ -37,28 +37,28 @@ def brute_force(chain: markov.Chain) -> list[float]:
     values, vectors = np.linalg.eig(dense.T)
     share = np.real(vectors[:, np.argmin(abs(values - 1))])
     share /= share.sum()
-    found = []
-    for seen in range(order + 1):
+    entropies = []
+    for depth in range(order + 1):
         joint: dict[tuple[int, ...], np.ndarray] = {}
         for i, context in enumerate(contexts):
-            key = context[order - seen :]
+            key = context[order - depth :]
             joint[key] = joint.get(key, np.zeros(size)) + share[i] * move[i]
         total = 0.0
         for counts in joint.values():
             p = counts[counts > 0]
             total -= float((p * np.log(p / counts.sum())).sum())
-        found.append(total)
-    return found
+        entropies.append(total)
+    return entropies
 
 
 @pytest.mark.parametrize("kind", ["zipf", "markov", "kgram"])
 def test_entropies_are_those_of_brute_force(kind: str) -> None:
-    found = language.optimal_loss(TINY[kind])
+    optimum = language.optimal_loss(TINY[kind])
     np.testing.assert_allclose(
-        found.by_order, brute_force(language._chain(TINY[kind])), rtol=1e-10
+        optimum.by_order, brute_force(language._chain(TINY[kind])), rtol=1e-10
     )
-    assert found.floor == found.by_order[-1]
-    assert found.floor_se == 0
+    assert optimum.floor == optimum.by_order[-1]
+    assert optimum.floor_se == 0
 
 
 def test_known_entropies() -> None:
@@ -82,10 +82,10 @@ def test_tokens_named_twice_add_up() -> None:
     chain = markov.make_chain(
         4, 0, np.array([[2, 0, 2, 0, 3]]), np.array([[1.0, 2, 3, 4, 10]])
     )
-    found = np.zeros(4)
-    np.add.at(found, chain.tokens[0], chain.probs[0])
-    np.testing.assert_allclose(found, [0.3, 0, 0.2, 0.5])
-    assert markov.entropy(found) == pytest.approx(markov.entropy(chain.probs))
+    dense_probs = np.zeros(4)
+    np.add.at(dense_probs, chain.tokens[0], chain.probs[0])
+    np.testing.assert_allclose(dense_probs, [0.3, 0, 0.2, 0.5])
+    assert markov.entropy(dense_probs) == pytest.approx(markov.entropy(chain.probs))
 
 
 @pytest.mark.parametrize("kind", ["markov", "kgram"])
@@ -152,8 +152,8 @@ def bounds(hidden: hidden_markov.HiddenChain, length: int) -> tuple[float, float
 def expected_entropy(hidden: hidden_markov.HiddenChain, rows: np.ndarray) -> float:
     """Entropy of the next token in each row of states, weighted by the row."""
     weight = rows.sum(1)
-    here = rows[weight > 0] / weight[weight > 0, None]
-    return float(weight[weight > 0] @ markov.row_entropies(here @ hidden.writes))
+    beliefs = rows[weight > 0] / weight[weight > 0, None]
+    return float(weight[weight > 0] @ markov.row_entropies(beliefs @ hidden.writes))
 
 
 @pytest.mark.slow
@@ -171,32 +171,32 @@ def test_filter_is_between_the_bounds_of_all_short_texts() -> None:
     assert (np.diff(steps)[:4] < 0).all()
     assert steps[-1] == pytest.approx(upper, abs=1e-12)
     # States that determine the token make a Markov chain of the tokens.
-    seen = hidden_markov.make_hidden_chain(hidden.moves, np.eye(2))
+    visible_chain = hidden_markov.make_hidden_chain(hidden.moves, np.eye(2))
     chain = hidden_markov._states(hidden.moves)
     np.testing.assert_allclose(
-        hidden_markov.hidden_conditional_entropies(seen, 1),
+        hidden_markov.hidden_conditional_entropies(visible_chain, 1),
         markov.chain_conditional_entropies(chain),
     )
 
 
 def test_the_reference_language() -> None:
     """Four atoms after one, two and three tokens, with the intended entropy."""
-    found = language.optimal_loss(LanguageConfig(kind="kgram"))
-    assert len(found.by_order) == 4
-    assert (np.diff(found.by_order) < -0.15).all()
-    assert 1.5 < found.floor < 1.8
+    optimum = language.optimal_loss(LanguageConfig(kind="kgram"))
+    assert len(optimum.by_order) == 4
+    assert (np.diff(optimum.by_order) < -0.15).all()
+    assert 1.5 < optimum.floor < 1.8
 
 
 def test_a_shorter_text_begins_a_longer() -> None:
     config = dataclasses.replace(TINY["kgram"], num_tokens=5000, num_held_out=100)
-    whole = open_corpus(config)
+    full_corpus = open_corpus(config)
     short = open_corpus(dataclasses.replace(config, num_tokens=1300))
     again = open_corpus(dataclasses.replace(config, num_unique_tokens=1300))
-    assert short.stream.tolist() == whole.stream[:1300].tolist()
-    assert again.digest == short.digest != whole.digest
+    assert short.stream.tolist() == full_corpus.stream[:1300].tolist()
+    assert again.digest == short.digest != full_corpus.digest
     assert again.epochs(2600) == 2
     other = open_corpus(dataclasses.replace(config, seed=9))
-    assert other.digest != whole.digest
+    assert other.digest != full_corpus.digest
     with pytest.raises(ValueError, match="num_unique_tokens=5001 are more than its"):
         open_corpus(dataclasses.replace(config, num_unique_tokens=5001))
 

@@ -121,8 +121,8 @@ OURS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_counts(name: str) -> None:
     model = describe(name)
-    found = count_parameters(model).total, kv_bytes_per_token(model)
-    assert found == PUBLISHED[name]
+    counts = count_parameters(model).total, kv_bytes_per_token(model)
+    assert counts == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
@@ -159,36 +159,36 @@ def test_a_tied_table_is_no_active_non_embedding_parameter() -> None:
     tied = [model for name in CONFIGS if (model := describe(name)).tie_embeddings]
     assert len(tied) > 5
     for model in tied:
-        found = count_parameters(model)
+        counts = count_parameters(model)
         if model.num_mixture_layers:
-            assert found.active_non_embedding < found.non_embedding
+            assert counts.active_non_embedding < counts.non_embedding
         else:
-            assert found.active_non_embedding == found.non_embedding
+            assert counts.active_non_embedding == counts.non_embedding
     gpt2 = count_parameters(describe("gpt2"))
     assert gpt2.active_non_embedding == 85_056_000
 
 
 def test_a_mixture_counts_the_experts_a_token_uses() -> None:
-    found = count_parameters(describe("mixtral-8x7b"))
-    assert found.active == 12_879_925_248
-    assert found.active_non_embedding == 12_748_853_248
+    counts = count_parameters(describe("mixtral-8x7b"))
+    assert counts.active == 12_879_925_248
+    assert counts.active_non_embedding == 12_748_853_248
     # Llama-2-7B's head: 32,000 x 4,096; the router is a matrix product, too.
     attention = 41_943_040
     expert = 3 * 4096 * 14336
     head = 131_072_000
     layer = attention + 2 * expert + 8 * 4096
-    assert found.matmul == 32 * layer + head
-    assert found.matmul_total == 32 * (layer + 6 * expert) + head
+    assert counts.matmul == 32 * layer + head
+    assert counts.matmul_total == 32 * (layer + 6 * expert) + head
 
 
 def test_latent_attention_and_layers_that_look_ahead() -> None:
     model = describe("deepseek-v3")
-    found = count_parameters(model)
-    assert found.active == 37_552_297_472
-    assert found.active_non_embedding == 36_625_618_432
-    assert found.ahead == 11_610_068_224
+    counts = count_parameters(model)
+    assert counts.active == 37_552_297_472
+    assert counts.active_non_embedding == 36_625_618_432
+    assert counts.ahead == 11_610_068_224
     tables = 2 * model.vocab_size * model.hidden_size
-    assert found.total + found.ahead + tables == 684_489_845_504  # as it is stored
+    assert counts.total + counts.ahead + tables == 684_489_845_504  # as it is stored
     attention = [w.size for w in list_weights(model) if w.part == "attention"]
     ahead = attention[len(attention) // 2 :]
     assert sum(attention) - sum(ahead) == 187_107_328
@@ -199,10 +199,10 @@ def test_latent_attention_and_layers_that_look_ahead() -> None:
 def test_models_have_the_counted_parameters(name: str) -> None:
     config = dataclasses.replace(GROUPED, **OURS[name])
     shapes = jax.tree.leaves(param_shapes(config))
-    made = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    params = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
     total = count_parameters(describe_config(config)).total
     assert total == sum(x.size for x in shapes)
-    assert total == sum(x.size for x in jax.tree.leaves(made))
+    assert total == sum(x.size for x in jax.tree.leaves(params))
 
 
 COUNTED = json.loads((GOLDEN / "hf_parameter_counts.json").read_text())
@@ -224,8 +224,8 @@ def test_counts_equal_those_of_transformers(case: dict[str, Any]) -> None:
 def test_a_window_bounds_the_cache_of_a_sequence() -> None:
     model = describe("gemma-2-2b")
     per_layer = 2 * model.attention.cached_numbers
-    found = sequence_kv_bytes(model, 5000)
-    assert found == 13 * (4096 + 5000) * per_layer
+    num_bytes = sequence_kv_bytes(model, 5000)
+    assert num_bytes == 13 * (4096 + 5000) * per_layer
 
 
 LLAMA: dict[str, Any] = {
@@ -298,10 +298,10 @@ def test_another_name_of_a_key_is_read() -> None:
     raw = dict(CONFIGS["deepseek-v3"])
     del raw["num_nextn_predict_layers"], raw["n_routed_experts"]
     names = {"num_mtp_layers": 3, "num_local_experts": 12}  # names of transformers 5.24
-    found = describe_huggingface(raw | names)
-    assert found.num_ahead_layers == 3
-    assert found.experts is not None
-    assert found.experts.num_experts == 12
+    shape = describe_huggingface(raw | names)
+    assert shape.num_ahead_layers == 3
+    assert shape.experts is not None
+    assert shape.experts.num_experts == 12
 
 
 def test_the_bundled_model_reads_as_both() -> None:

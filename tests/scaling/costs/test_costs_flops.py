@@ -48,8 +48,8 @@ def test_causal_is_half_of_full_and_windows_are_less() -> None:
     assert scores(narrow, sequence=512) * 4 == full
     # Of the triangle 128 of 512 keys wide: 512 x 128 - 128 x 128 / 2 pairs.
     pairs = 512 * 128 - 128 * 128 // 2
-    found = scores(narrow, sequence=512, attention="causal")
-    assert found == 32 * 4 * 4096 * pairs
+    flops = scores(narrow, sequence=512, attention="causal")
+    assert flops == 32 * 4 * 4096 * pairs
     # In chunks, the triangle has the same size.
     how: dict[str, Any] = {"attention": "causal"}
     for model in (LLAMA, narrow):
@@ -90,10 +90,12 @@ def test_latent_attention_has_two_widths() -> None:
     assert by_name["scores"] == 61 * 2 * 100 * 128 * (128 + 64)
     assert by_name["values"] == 61 * 2 * 100 * 128 * 128
     # Decoding uses the latents, at the same cost outside the scores.
-    found = {x.name: x.flops for x in decode_terms(model, context=10)}
-    assert found["scores"] == 61 * 2 * 10 * 128 * (512 + 64)
-    assert found["values"] == 61 * 2 * 10 * 128 * 512
-    weights = sum(x for name, x in found.items() if name not in ("scores", "values"))
+    flops_by_term = {x.name: x.flops for x in decode_terms(model, context=10)}
+    assert flops_by_term["scores"] == 61 * 2 * 10 * 128 * (512 + 64)
+    assert flops_by_term["values"] == 61 * 2 * 10 * 128 * 512
+    weights = sum(
+        x for name, x in flops_by_term.items() if name not in ("scores", "values")
+    )
     assert weights == 2 * count_parameters(model).matmul
 
 
@@ -101,13 +103,13 @@ def test_decoding_token_by_token_meets_every_earlier_key() -> None:
     for window in (None, 1, 4, 100):
         model = dataclasses.replace(LLAMA, windows=(window,))
         for context, steps in ((1, 1), (1, 9), (3, 5), (6, 2)):
-            each = [
+            step_flops = [
                 total_flops(decode_terms(model, context=context + i))
                 for i in range(steps)
             ]
             assert total_flops(
                 decode_terms(model, context=context, steps=steps)
-            ) == sum(each)
+            ) == sum(step_flops)
 
 
 def test_published_totals() -> None:
@@ -137,10 +139,12 @@ def test_a_step_of_one_token_does_one_operation_a_byte() -> None:
     work = serving.decode_work(LLAMA, batch=1, context=1)
     assert work.intensity == pytest.approx(1.0, abs=1e-3)
     a100 = find_device("a100-40gb")
-    found = serving.roofline(work, a100)
-    assert found.bound == "memory"
-    assert found.time_s == pytest.approx(work.weight_bytes / 1555e9, rel=1e-3)
-    assert serving.roofline(work, a100, num_devices=4).time_s * 4 == found.time_s
+    step_roofline = serving.roofline(work, a100)
+    assert step_roofline.bound == "memory"
+    assert step_roofline.time_s == pytest.approx(work.weight_bytes / 1555e9, rel=1e-3)
+    assert (
+        serving.roofline(work, a100, num_devices=4).time_s * 4 == step_roofline.time_s
+    )
 
 
 def test_batches_raise_intensity_until_keys_and_values_weigh_more() -> None:

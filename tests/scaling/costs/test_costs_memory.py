@@ -40,8 +40,8 @@ def test_sixteen_bytes_per_parameter() -> None:
 )
 def test_zero_divides_the_model_state(zero: int, gigabytes: float) -> None:
     layout = Layout(data=64, zero=zero)
-    found = training_memory(LLAMA, sequence=1, layout=layout).model_state
-    assert found / 1e9 == pytest.approx(gigabytes, abs=5e-4)
+    state_bytes = training_memory(LLAMA, sequence=1, layout=layout).model_state
+    assert state_bytes / 1e9 == pytest.approx(gigabytes, abs=5e-4)
 
 
 DIVIDED = Layout(tensor=8, sequence=True)
@@ -64,8 +64,8 @@ def test_a_gpt_layer_with_dropout(
     checkpointing: Any, layout: Layout, num_bytes: int
 ) -> None:
     how: dict[str, Any] = {"checkpointing": checkpointing, "layout": layout}
-    found = training_memory(GPT, sequence=2048, flash=False, dropout=True, **how)
-    assert found.activations / 96 == num_bytes
+    memory = training_memory(GPT, sequence=2048, flash=False, dropout=True, **how)
+    assert memory.activations / 96 == num_bytes
 
 
 def test_a_llama_layer_in_tiles() -> None:
@@ -80,21 +80,21 @@ def test_a_llama_layer_in_tiles() -> None:
 
 @pytest.mark.parametrize("sequence", [2048, 4096])
 def test_checkpoints_at_layer_boundaries(sequence: int) -> None:
-    found = training_memory(LLAMA, sequence=sequence, checkpointing="boundary")
-    assert found.activations == sequence / 4096 * 2**30
-    assert found.recomputed == sequence * (131_584 + 128)
-    assert found.logits == found.logits_gradient == 4 * sequence * 32_000
+    memory = training_memory(LLAMA, sequence=sequence, checkpointing="boundary")
+    assert memory.activations == sequence / 4096 * 2**30
+    assert memory.recomputed == sequence * (131_584 + 128)
+    assert memory.logits == memory.logits_gradient == 4 * sequence * 32_000
     full = training_memory(LLAMA, sequence=sequence, checkpointing="full")
-    assert full == found._replace(recomputed=0.0)
+    assert full == memory._replace(recomputed=0.0)
 
 
 def test_a_pipelines_first_stage_keeps_most_batches() -> None:
     layout = Layout(pipeline=4)
-    found = training_memory(LLAMA, sequence=128, layout=layout)
+    memory = training_memory(LLAMA, sequence=128, layout=layout)
     # Four batches of a quarter of the layers, as many as one device would keep.
-    assert found.activations == training_memory(LLAMA, sequence=128).activations
+    assert memory.activations == training_memory(LLAMA, sequence=128).activations
     few = training_memory(LLAMA, sequence=128, layout=layout, micro_batches=2)
-    assert few.activations == found.activations / 2
+    assert few.activations == memory.activations / 2
 
 
 def test_parameters_of_a_device_add_up() -> None:
@@ -105,8 +105,8 @@ def test_parameters_of_a_device_add_up() -> None:
     assert sum(stage.experts for stage in stages) * 4 == experts
     # Every stage has both tables, tokens and head, and the last norm.
     tables = (2 * 32_000 + 1) * 4096
-    rest = 46_702_792_704 - experts - tables
-    assert sum(stage.shared for stage in stages) == rest + 4 * tables
+    layer_params = 46_702_792_704 - experts - tables
+    assert sum(stage.shared for stage in stages) == layer_params + 4 * tables
     # Heads, FFN and vocabulary are divided by eight, the norms are not.
     shared = device_params(LLAMA, Layout(tensor=8)).shared
     norms = 65 * 4096
@@ -121,8 +121,8 @@ def test_parameters_of_a_device_add_up() -> None:
         device_params(llama3, Layout(tensor=8)).shared
         - device_params(llama3, Layout(tensor=16)).shared
     )
-    rest = 8_030_261_248 - norms - kv
-    assert fewer == rest // 8 - rest // 16
+    layer_params = 8_030_261_248 - norms - kv
+    assert fewer == layer_params // 8 - layer_params // 16
 
 
 CONFIG = dataclasses.replace(GROUPED, num_layers=2)

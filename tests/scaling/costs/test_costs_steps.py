@@ -25,13 +25,13 @@ def ints(*values: int) -> jax.Array:
 def test_a_step_of_decoding(name: str) -> None:
     model = shapes.describe(name)
     cost = step_cost(model, A100, num_devices=2)
-    found = step_work(cost, ints(1, 1, 1, 0), ints(5999, 5999, 5999, 70), jnp.int32(3))
+    work = step_work(cost, ints(1, 1, 1, 0), ints(5999, 5999, 5999, 70), jnp.int32(3))
     exact = decode_work(model, batch=3, context=6000)
-    assert found.flops == pytest.approx(exact.flops, rel=1e-5)
+    assert work.flops == pytest.approx(exact.flops, rel=1e-5)
     # An embedding row counts as part of the weights: a few kB.
-    assert found.bytes == pytest.approx(exact.bytes, rel=1e-5)
+    assert work.bytes == pytest.approx(exact.bytes, rel=1e-5)
     time_s = roofline(exact, A100, num_devices=2).time_s
-    assert found.time_s == pytest.approx(time_s, rel=1e-5)
+    assert work.time_s == pytest.approx(time_s, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "gemma-2-2b", "mixtral-8x7b"])
@@ -57,15 +57,15 @@ def test_a_step_cost_is_a_cost_model_of_the_simulator(name: str) -> None:
 def test_a_prompt_read_in_chunks() -> None:
     model = dataclasses.replace(shapes.describe("llama-2-7b"), windows=(100,))
     cost = step_cost(model, A100)
-    whole = float(step_work(cost, ints(300), ints(0), jnp.int32(1)).flops)
+    prompt_flops = float(step_work(cost, ints(300), ints(0), jnp.int32(1)).flops)
     chunks = [
         float(step_work(cost, ints(100), ints(past), jnp.int32(past == 200)).flops)
         for past in (0, 100, 200)
     ]
-    assert sum(chunks) == pytest.approx(whole, rel=1e-6)
+    assert sum(chunks) == pytest.approx(prompt_flops, rel=1e-6)
     exact = prefill_work(model, batch=1, prompt=300)
     # `causal` leaves out the diagonal, half a key for each query.
-    assert whole == pytest.approx(exact.flops, rel=1e-3)
+    assert prompt_flops == pytest.approx(exact.flops, rel=1e-3)
 
 
 def test_an_idle_step_takes_no_time_and_others_their_overhead() -> None:
@@ -73,9 +73,9 @@ def test_an_idle_step_takes_no_time_and_others_their_overhead() -> None:
     cost = step_cost(model, A100, overhead_s=0.5, bandwidth_share=0.5)
     idle = step_work(cost, ints(0, 0), ints(7, 9), jnp.int32(0))
     assert (float(idle.time_s), float(idle.bytes)) == (0, 0)
-    found = step_work(cost, ints(1, 0), ints(7, 9), jnp.int32(1))
+    work = step_work(cost, ints(1, 0), ints(7, 9), jnp.int32(1))
     exact = roofline(decode_work(model, batch=1, context=8), A100)
-    assert found.time_s == pytest.approx(0.5 + 2 * exact.time_s, rel=1e-5)
+    assert work.time_s == pytest.approx(0.5 + 2 * exact.time_s, rel=1e-5)
 
 
 def test_coefficients_are_swept_by_vmap() -> None:

@@ -16,11 +16,11 @@ BLOCK = 4096 * 4096 * 2  # b s h of two bytes
 
 def of(scheme: str, layout: str, model: Any = LLAMA, **how: Any) -> tuple[float, float]:
     zero = how.pop("zero", 0)
-    found = training_traffic(
+    terms = training_traffic(
         model, parse_layout(layout, zero=zero), sequence=4096, **how
     )
-    mine = [traffic for traffic in found if traffic.scheme == scheme]
-    return sum(x.forward for x in mine), sum(x.backward for x in mine)
+    scheme_terms = [traffic for traffic in terms if traffic.scheme == scheme]
+    return sum(x.forward for x in scheme_terms), sum(x.backward for x in scheme_terms)
 
 
 ONE_LAYER = dataclasses.replace(LLAMA, num_layers=1, windows=(), mixture_layers=())
@@ -75,14 +75,14 @@ def test_bytes_that_a_layout_sends(
 
 def test_micro_batches_share_the_idle_ticks_and_the_gradients() -> None:
     for schedule, ticks in (("1f1b", 16 + 2 * 7), ("gpipe", 2 * (16 + 7))):
-        many = {"micro_batches": 16, "schedule": schedule}
+        options = {"micro_batches": 16, "schedule": schedule}
         for scheme in ("pipeline", "tensor", "scatter_gather"):
             once = of(scheme, "pp=8,tp=2")
-            assert of(scheme, "pp=8,tp=2", **many) == tuple(16 * x for x in once)
-        assert of("idle", "pp=8", **many) == ((ticks - 16) * 33_554_432,) * 2
+            assert of(scheme, "pp=8,tp=2", **options) == tuple(16 * x for x in once)
+        assert of("idle", "pp=8", **options) == ((ticks - 16) * 33_554_432,) * 2
         for scheme in ("tables", "data"):
             layout = "pp=8,dp=2"
-            assert of(scheme, layout, **many) == of(scheme, layout) > (0, 0)
+            assert of(scheme, layout, **options) == of(scheme, layout) > (0, 0)
     # A stage recomputes its layers for the gradient.
     sent, back = of("tensor", "pp=2,tp=8")
     assert back == 2 * sent == 3_758_096_384
@@ -142,11 +142,11 @@ def test_copies_exchange_gradients() -> None:
 
 
 def test_decoding_sends_a_token_where_training_sends_a_sequence() -> None:
-    found = decode_traffic(LLAMA, parse_layout("tp=8"), batch=16)
-    tensor = sum(x.forward for x in found if x.scheme == "tensor")
+    terms = decode_traffic(LLAMA, parse_layout("tp=8"), batch=16)
+    tensor = sum(x.forward for x in terms if x.scheme == "tensor")
     assert tensor == 3_758_096_384 * 16 / 4096
-    assert not sum(x.backward for x in found)
-    logits = [x.forward for x in found if x.name == "logits, all-gather"]
+    assert not sum(x.backward for x in terms)
+    logits = [x.forward for x in terms if x.name == "logits, all-gather"]
     assert logits == [7 / 8 * 16 * 32_000 * 4]
 
 
@@ -158,8 +158,8 @@ def test_a_mixed_pass_sends_less_than_decoding_as_many_rows() -> None:
     gathered, home, last = (x.forward for x in prefill_traffic(model, layout, **sizes))
     assert gathered + home == 3 / 4 * 4096 * 20_608 * 32
     assert last == 2 * 3 / 4 * 4096 * 4
-    (whole,) = (x.forward for x in decode_traffic(model, layout, batch=4096))
-    assert whole == 3 / 4 * 4096 * 33_280 * 32
+    (sent_bytes,) = (x.forward for x in decode_traffic(model, layout, batch=4096))
+    assert sent_bytes == 3 / 4 * 4096 * 33_280 * 32
     # One more row, and every device has all of them.
     odd = sizes | {"rows": 4097}
     assert prefill_traffic(model, layout, **odd) == decode_traffic(

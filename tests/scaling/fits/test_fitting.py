@@ -45,11 +45,11 @@ def test_the_public_surface(runs: dict, result: fitting.FitResult) -> None:
         runs["loss"][:3], [2.85453134, 2.85944945, 3.0771333], rtol=1e-8
     )
     assert abs(result.objective - 0.00122400645673) < 1e-10
-    found = result.coefficients
-    assert abs(found["A"] / 431.35 - 1) < 1e-3
-    assert abs(found["B"] / 1368.7 - 1) < 1e-3
+    coefficients = result.coefficients
+    assert abs(coefficients["A"] / 431.35 - 1) < 1e-3
+    assert abs(coefficients["B"] / 1368.7 - 1) < 1e-3
     for name, value in {"E": 1.79848, "alpha": 0.34180, "beta": 0.35544}.items():
-        assert abs(found[name] - value) < 1e-5
+        assert abs(coefficients[name] - value) < 1e-5
     assert set(result.statuses) == {"converged"}
     assert result.distinct_minima == 1
     assert not result.warnings
@@ -127,9 +127,9 @@ def test_a_fit_survives_its_file(result: fitting.FitResult) -> None:
 def test_a_start_far_away_is_left(runs: dict) -> None:
     # First-order methods with default tolerances do not leave this start.
     law = CHINCHILLA
-    found = fitting.fit(law, runs, starts=[HOFFMANN])
-    assert len(found.statuses) == len(law.starts(0.0)) + 1
-    assert abs(found.objective - 0.00122400645673) < 1e-10
+    refit = fitting.fit(law, runs, starts=[HOFFMANN])
+    assert len(refit.statuses) == len(law.starts(0.0)) + 1
+    assert abs(refit.objective - 0.00122400645673) < 1e-10
 
 
 @pytest.mark.thorough
@@ -137,16 +137,16 @@ def test_many_points_are_fitted_in_smaller_pieces(
     runs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports: list[float] = []
-    some = {name: column[:32] for name, column in runs.items()}
-    whole = fitting.fit(CHINCHILLA, some, bootstrap=130, progress=reports.append)
+    subset = {name: column[:32] for name, column in runs.items()}
+    full_fit = fitting.fit(CHINCHILLA, subset, bootstrap=130, progress=reports.append)
     assert reports == [130]
     monkeypatch.setattr(levenberg_marquardt, "_MAX_WEIGHTS", 64 * 32)
-    parts = fitting.fit(CHINCHILLA, some, bootstrap=130, progress=reports.append)
+    parts = fitting.fit(CHINCHILLA, subset, bootstrap=130, progress=reports.append)
     assert reports == [130, 64, 128, 130]
-    assert whole.samples is not None
+    assert full_fit.samples is not None
     assert parts.samples is not None
     # The same draws, in another batch.
-    np.testing.assert_allclose(parts.samples, whole.samples, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(parts.samples, full_fit.samples, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.slow
@@ -157,21 +157,21 @@ def test_very_many_rows_are_fitted_whole_without_resamples(
     loss: levenberg_marquardt.Loss,
     monkeypatch: Any,
 ) -> None:
-    drawn = result
+    resampled_fit = result
     if loss != "huber":
-        drawn = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+        resampled_fit = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
     monkeypatch.setattr(levenberg_marquardt, "MAX_EXACT_ROWS", 200)
-    found = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+    full_fit = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
     assert fitting.describe_thinning(200) == ""
     assert "240 rows: laws are fitted to all of them," in fitting.describe_thinning(240)
-    assert found.objective == pytest.approx(drawn.objective, abs=1e-10)
-    assert found.num_points == 240
-    for name, value in found.coefficients.items():
-        assert value == pytest.approx(drawn.coefficients[name], rel=1e-4)
-        low, high = found.intervals[name]
+    assert full_fit.objective == pytest.approx(resampled_fit.objective, abs=1e-10)
+    assert full_fit.num_points == 240
+    for name, value in full_fit.coefficients.items():
+        assert value == pytest.approx(resampled_fit.coefficients[name], rel=1e-4)
+        low, high = full_fit.intervals[name]
         # Of 240 rows the two differ by more than of thousands.
-        assert 0.5 < (high - low) / np.diff(drawn.intervals[name])[0] < 2
-    assert found.warnings == []
+        assert 0.5 < (high - low) / np.diff(resampled_fit.intervals[name])[0] < 2
+    assert full_fit.warnings == []
 
 
 def test_rows_of_one_run_move_together_in_draws_too(runs: dict) -> None:
@@ -179,27 +179,27 @@ def test_rows_of_one_run_move_together_in_draws_too(runs: dict) -> None:
     labels = np.tile(np.arange(240), 9)
     for cluster, share in ((labels, 1.0), (np.arange(len(labels)), 1 / 3)):
         spread = [
-            _drawn(runs, np.arange(240)),
-            _drawn(copies, cluster),
+            _parameter_spread(runs, np.arange(240)),
+            _parameter_spread(copies, cluster),
         ]
         np.testing.assert_allclose(spread[1] / spread[0], share, rtol=0.05)
 
 
-def _drawn(rows: dict, cluster: np.ndarray) -> np.ndarray:
-    seen = make_observations(CHINCHILLA, rows, cluster=cluster)
-    problem = levenberg_marquardt.FitProblem(CHINCHILLA, seen, "mse")
+def _parameter_spread(rows: dict, cluster: np.ndarray) -> np.ndarray:
+    observations = make_observations(CHINCHILLA, rows, cluster=cluster)
+    problem = levenberg_marquardt.FitProblem(CHINCHILLA, observations, "mse")
     truth = np.array([[synthetic.COEFFICIENTS[x] for x in CHINCHILLA.coefficients]])
-    at = laws.coordinates(CHINCHILLA, truth, seen.centre)[0]
+    at = laws.coordinates(CHINCHILLA, truth, observations.centre)[0]
     return intervals.draw_normal(problem, at, 4000, np.random.default_rng(0)).std(0)
 
 
 def test_predictions_of_many_points_come_in_pieces(
     result: fitting.FitResult, runs: dict, monkeypatch: Any
 ) -> None:
-    whole = fitting.predict(result, runs, "confidence")
+    full_predictions = fitting.predict(result, runs, "confidence")
     monkeypatch.setattr(prediction, "_MAX_NUMBERS", 7 * 4000)
     parts = fitting.predict(result, runs, "confidence")
-    np.testing.assert_array_equal(parts, whole)
+    np.testing.assert_array_equal(parts, full_predictions)
     monkeypatch.setattr(prediction, "MAX_SCORED", 100)
     few = fitting.score_fit(result, runs)
     assert few.num_points == 240
@@ -208,20 +208,20 @@ def test_predictions_of_many_points_come_in_pieces(
 
 
 def test_a_file_keeps_some_of_very_many_residuals(result: fitting.FitResult) -> None:
-    many = result._replace(residuals=np.arange(30_001.0), noise=np.arange(30_001.0))
-    kept = fitting.from_json(fitting.to_json(many))
-    for column in (kept.residuals, kept.noise):
+    long_fit = result._replace(residuals=np.arange(30_001.0), noise=np.arange(30_001.0))
+    stored_fit = fitting.from_json(fitting.to_json(long_fit))
+    for column in (stored_fit.residuals, stored_fit.noise):
         assert len(column) == 10_000
         np.testing.assert_array_equal(column[[0, -1]], [0, 30_000])
-    assert kept.num_points == result.num_points
+    assert stored_fit.num_points == result.num_points
 
 
 @pytest.mark.thorough
 def test_weights_are_repetitions(runs: dict) -> None:
-    some = {name: column[:60] for name, column in runs.items()}
+    subset = {name: column[:60] for name, column in runs.items()}
     weights = np.arange(60) % 3
-    twice = {name: np.repeat(column, weights) for name, column in some.items()}
-    weighted = fitting.fit(CHINCHILLA, some, weights=weights)
+    twice = {name: np.repeat(column, weights) for name, column in subset.items()}
+    weighted = fitting.fit(CHINCHILLA, subset, weights=weights)
     repeated = fitting.fit(CHINCHILLA, twice, cluster=np.repeat(np.arange(60), weights))
     assert weighted.objective == pytest.approx(repeated.objective, rel=1e-9)
     for name, value in weighted.coefficients.items():
@@ -240,8 +240,8 @@ def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
     )
     apart = fitting.fit(CHINCHILLA, copies, bootstrap=200)
 
-    def width(found: fitting.FitResult) -> float:
-        low, high = found.exponent_intervals["a"]
+    def width(fit_result: fitting.FitResult) -> float:
+        low, high = fit_result.exponent_intervals["a"]
         return high - low
 
     assert width(together) == pytest.approx(width(alone), rel=0.02)
@@ -258,9 +258,9 @@ def test_a_fit_leaves_float32_arrays_elsewhere(runs: dict) -> None:
 def test_a_coefficient_that_is_given_is_not_fitted(
     runs: dict, result: fitting.FitResult
 ) -> None:
-    given = {"E": 1.7, "alpha": 0.34}
-    held = fitting.fit(CHINCHILLA, runs, fixed=given, bootstrap=100)
-    assert {name: held.coefficients[name] for name in given} == given
+    fixed = {"E": 1.7, "alpha": 0.34}
+    held = fitting.fit(CHINCHILLA, runs, fixed=fixed, bootstrap=100)
+    assert {name: held.coefficients[name] for name in fixed} == fixed
     assert held.intervals["E"] == (1.7, 1.7)
     assert (held.num_free, held.status, held.bounds_hit) == (3, "converged", [])
     np.testing.assert_allclose(held.sampled()[:, [2, 3]].std(0), 0, atol=1e-12)
@@ -274,15 +274,15 @@ def test_a_coefficient_that_is_given_is_not_fitted(
     # Fixing a coefficient narrows the other intervals; least squares gain a degree of
     # freedom.
     free = fitting.fit(CHINCHILLA, runs, loss="mse")
-    known = fitting.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
-    assert known.noise.std() < free.noise.std()
+    fixed_fit = fitting.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
+    assert fixed_fit.noise.std() < free.noise.std()
     for name in ("A", "B", "alpha", "beta"):
-        assert np.ptp(known.intervals[name]) < np.ptp(free.intervals[name])
-    kept = fitting.from_json(json.dumps(fitting.to_json(held)))
-    assert kept.fixed == given
-    assert choose_pair(kept) is None
-    least = fitting.predict(kept, runs, "confidence").low
-    assert (least < fitting.predict(kept, runs)[0]).all()
+        assert np.ptp(fixed_fit.intervals[name]) < np.ptp(free.intervals[name])
+    stored_fit = fitting.from_json(json.dumps(fitting.to_json(held)))
+    assert stored_fit.fixed == fixed
+    assert choose_pair(stored_fit) is None
+    lower = fitting.predict(stored_fit, runs, "confidence").low
+    assert (lower < fitting.predict(stored_fit, runs)[0]).all()
 
 
 def test_bounds_are_kept_and_reported(runs: dict, result: fitting.FitResult) -> None:
@@ -290,8 +290,8 @@ def test_bounds_are_kept_and_reported(runs: dict, result: fitting.FitResult) -> 
     assert held.coefficients["E"] == pytest.approx(1.9, rel=1e-12)
     assert (held.status, held.bounds_hit) == ("bound_hit", ["E"])
     assert "E=1.9 is at the bound that was set" in held.warnings[0]
-    kept = fitting.from_json(json.dumps(fitting.to_json(held)))
-    assert kept.bounds == {"E": (1.9, np.inf)}
+    stored_fit = fitting.from_json(json.dumps(fitting.to_json(held)))
+    assert stored_fit.bounds == {"E": (1.9, np.inf)}
     wide = fitting.fit(CHINCHILLA, runs, bounds={"alpha": (0.1, 0.9)})
     assert wide.coefficients == pytest.approx(result.coefficients, rel=1e-7)
     assert not wide.warnings
@@ -303,8 +303,8 @@ def test_a_size_is_given_in_natural_units(
 ) -> None:
     # Its coordinate contains the exponent: fitting must not confuse the two.
     for name in ("A", "B"):
-        given = {name: result.coefficients[name]}
-        held = fitting.fit(CHINCHILLA, runs, fixed=given)
+        fixed = {name: result.coefficients[name]}
+        held = fitting.fit(CHINCHILLA, runs, fixed=fixed)
         assert held.objective == pytest.approx(result.objective, rel=1e-10)
         assert held.coefficients == pytest.approx(result.coefficients, rel=1e-6)
     away = fitting.fit(CHINCHILLA, runs, fixed={"A": 500.0}, bootstrap=100)
@@ -323,12 +323,12 @@ def test_a_size_is_given_in_natural_units(
 def test_held_out_runs_are_scored(runs: dict) -> None:
     flops = 6 * runs["num_params"] * runs["num_tokens"]
     is_large = flops > flops.max() / 10
-    found = fitting.fit(CHINCHILLA, runs, bootstrap=200, held_out=is_large)
-    held_out = found.held_out
+    fit_result = fitting.fit(CHINCHILLA, runs, bootstrap=200, held_out=is_large)
+    held_out = fit_result.held_out
     assert held_out is not None
-    assert found.num_points + held_out.num_points == 240
+    assert fit_result.num_points + held_out.num_points == 240
     assert held_out.num_points == np.sum(flops > flops.max() / 10)
-    assert found.ranges["flops"][1] <= flops.max() / 10
+    assert fit_result.ranges["flops"][1] <= flops.max() / 10
     assert held_out.mean_error < 0.01
     assert held_out.covered is not None
     assert held_out.covered > 0.8
@@ -419,7 +419,7 @@ def nearly_collinear(seed: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("seed", "least"),
+    ("seed", "objective"),
     [
         (15, 1.0634773e-5),
         (13, 4.2365113e-5),
@@ -427,10 +427,12 @@ def nearly_collinear(seed: int) -> dict[str, np.ndarray]:
         (23, 2.6524317e-5),
     ],
 )
-def test_the_best_optimum_of_a_collinear_set_is_found(seed: int, least: float) -> None:
-    found = fitting.fit(CHINCHILLA, nearly_collinear(seed))
-    assert found.objective == pytest.approx(least, rel=2e-6)
-    assert len(found.statuses) > 27
+def test_the_best_optimum_of_a_collinear_set_is_found(
+    seed: int, objective: float
+) -> None:
+    fit_result = fitting.fit(CHINCHILLA, nearly_collinear(seed))
+    assert fit_result.objective == pytest.approx(objective, rel=2e-6)
+    assert len(fit_result.statuses) > 27
 
 
 @pytest.mark.thorough
@@ -438,9 +440,9 @@ def test_no_optimum_of_collinear_sets_is_missed() -> None:
     """Compares with 1,024 other starts, of which the best 128 are run to the end."""
     for seed in range(24, 29):
         data = nearly_collinear(seed)
-        found = fitting.fit(CHINCHILLA, data)
-        seen = make_observations(CHINCHILLA, data)
-        problem = levenberg_marquardt.FitProblem(CHINCHILLA, seen)
+        fit_result = fitting.fit(CHINCHILLA, data)
+        observations = make_observations(CHINCHILLA, data)
+        problem = levenberg_marquardt.FitProblem(CHINCHILLA, observations)
         weights = np.tile(problem.runs.weights, (1024, 1))
         starts = np.random.default_rng(seed).uniform(*problem.box, (1024, 5))
         ends = levenberg_marquardt.solve_weightings(problem, weights, starts)
@@ -449,7 +451,7 @@ def test_no_optimum_of_collinear_sets_is_missed() -> None:
             ends = levenberg_marquardt.solve_weightings(
                 problem, weights[:128], best, tolerance=1e-16
             )
-        assert found.objective <= ends.objective.min() * (1 + 1e-8), seed
+        assert fit_result.objective <= ends.objective.min() * (1 + 1e-8), seed
 
 
 def sixteen_runs(noise: float = 0.0) -> dict[str, np.ndarray]:
@@ -465,34 +467,37 @@ def test_a_target_that_rises_is_doubted_once() -> None:
     data = sixteen_runs(0.001)
     accuracy = data | {"loss": 0.9 - data["loss"] / 10}
     warning = "loss rises with num_params and num_tokens, and chinchilla only falls"
-    found = fitting.fit(CHINCHILLA, accuracy)
-    (warning_line,) = [x for x in found.warnings if "points are few" not in x]
+    fit_result = fitting.fit(CHINCHILLA, accuracy)
+    (warning_line,) = [x for x in fit_result.warnings if "points are few" not in x]
     assert warning_line.startswith(warning)
     # Held-out runs do not repeat the warning.
     score = HeldOut(40, 0.1, 0.2, 0.1, 0.1)
-    assert not held_out_warnings(score, found.warnings)
+    assert not held_out_warnings(score, fit_result.warnings)
     assert held_out_warnings(score)
     assert not fitting.fit(CHINCHILLA, data).warnings
 
 
 def test_a_floor_above_every_loss_is_refused() -> None:
     data = sixteen_runs()
-    most = f"{data['loss'].max():.6g}"
-    line = f"E=6 must be in (0, {most}): it is above every loss"
+    largest_loss = f"{data['loss'].max():.6g}"
+    line = f"E=6 must be in (0, {largest_loss}): it is above every loss"
     with refused(line):
         fitting.fit(CHINCHILLA, data, fixed={"E": 6.0})
     with refused(line):
         fitting.fit(CHINCHILLA, data, bounds={"E": (6.0, 7.0)})
-    found = fitting.fit(CHINCHILLA, data, fixed={"E": 3.5})
+    fit_result = fitting.fit(CHINCHILLA, data, fixed={"E": 3.5})
     num_below = int((data["loss"] < 3.5).sum())
-    assert f"E=3.5 is given, and above {num_below} of 16 loss values" in found.warnings
+    assert (
+        f"E=3.5 is given, and above {num_below} of 16 loss values"
+        in fit_result.warnings
+    )
 
 
 def test_coefficients_at_walls_share_a_line() -> None:
     bounds = {"alpha": (0.5, 0.6), "beta": (0.5, 0.6)}
-    found = fitting.fit(CHINCHILLA, sixteen_runs(), bounds=bounds)
-    assert found.bounds_hit == ["alpha", "beta"]
-    [line] = [x for x in found.warnings if "at the bound" in x]
+    fit_result = fitting.fit(CHINCHILLA, sixteen_runs(), bounds=bounds)
+    assert fit_result.bounds_hit == ["alpha", "beta"]
+    [line] = [x for x in fit_result.warnings if "at the bound" in x]
     assert line == (
         "alpha=0.5, beta=0.5 are at the bound that was set: the data asks for another "
         "value"

@@ -36,11 +36,13 @@ def test_points_on_a_law(name: str) -> None:
     law = LAWS[name]
     truth = EXAMPLES[name]
     data = COLUMNS | {law.target: plainly(name, truth, COLUMNS)}
-    found = fit_law(law, data)
-    assert np.abs(found.residuals).max() < 1e-8
-    assert found.status == "converged"
+    fit_result = fit_law(law, data)
+    assert np.abs(fit_result.residuals).max() < 1e-8
+    assert fit_result.status == "converged"
     if name not in FREE:
-        np.testing.assert_allclose([*found.coefficients.values()], truth, rtol=1e-6)
+        np.testing.assert_allclose(
+            [*fit_result.coefficients.values()], truth, rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", ILL_POSED)
@@ -54,32 +56,32 @@ def test_ill_posed_runs_are_doubted(kind: str) -> None:
 def test_texts_of_warnings() -> None:
     kind = "collinear: D = 20 N"
     data, _ = simulate_runs(kind, 32, seed=0)
-    found = fit_law(CHINCHILLA, data)
-    assert found.warnings[0] == (
+    fit_result = fit_law(CHINCHILLA, data)
+    assert fit_result.warnings[0] == (
         "num_tokens follows from num_params in these runs, so their terms cannot be "
         "separated: vary them separately"
     )
-    assert found.condition_number > 1e6
-    (flat,) = found.flat_directions
+    assert fit_result.condition_number > 1e6
+    (flat,) = fit_result.flat_directions
     assert sum(x * x for x in flat.values()) == pytest.approx(1)
     # A free coefficient has no narrow interval.
-    low, high = found.intervals["A"]
+    low, high = fit_result.intervals["A"]
     assert high > 1000 * low
     data, _ = simulate_runs("one wild outlier", 32, seed=0)
     (warning,) = fit_law(CHINCHILLA, data).warnings
     assert warning == "1 of 32 point is far off the law: outliers, or another law"
     data, _ = simulate_runs("floor near zero", 32, seed=0)
-    found = fit_law(CHINCHILLA, data, bootstrap=100)
-    assert any(warning.startswith("E") for warning in found.warnings)
+    fit_result = fit_law(CHINCHILLA, data, bootstrap=100)
+    assert any(warning.startswith("E") for warning in fit_result.warnings)
 
 
 def test_a_term_that_is_not_there_hits_its_bound() -> None:
     data = dict(simulate_isoflop_runs(60, noise="normal"))
     data["loss"] = 1.8 + 1500 / data["num_tokens"] ** 0.36
-    found = fit_law(CHINCHILLA, data)
-    assert set(found.bounds_hit) & {"A", "alpha"}
-    assert found.status == "bound_hit"
-    assert any("does not identify" in warning for warning in found.warnings)
+    fit_result = fit_law(CHINCHILLA, data)
+    assert set(fit_result.bounds_hit) & {"A", "alpha"}
+    assert fit_result.status == "bound_hit"
+    assert any("does not identify" in warning for warning in fit_result.warnings)
 
 
 @pytest.mark.thorough
@@ -89,20 +91,22 @@ def test_compute_to_equal_loss() -> None:
     # The second needs three times the tokens for every loss.
     worse["num_tokens"] *= 3
     fits = [fit_law(CHINCHILLA, x, bootstrap=100) for x in (better, worse)]
-    found = compare(*fits, level=0.98)
-    np.testing.assert_allclose(found.ratio, 3, rtol=0.1)
-    assert np.all((found.low < found.ratio) & (found.ratio < found.high))
-    assert np.mean((found.low < 3) & (found.high > 3)) > 0.9
+    comparison = compare(*fits, level=0.98)
+    np.testing.assert_allclose(comparison.ratio, 3, rtol=0.1)
+    assert np.all(
+        (comparison.low < comparison.ratio) & (comparison.ratio < comparison.high)
+    )
+    assert np.mean((comparison.low < 3) & (comparison.high > 3)) > 0.9
     again = compare(fits[1], fits[0])
-    np.testing.assert_allclose(again.ratio, 1 / found.ratio, rtol=1e-9)
+    np.testing.assert_allclose(again.ratio, 1 / comparison.ratio, rtol=1e-9)
     # Only for losses that both reached.
     for fit in fits:
         ends = [
             compute_optimum(CHINCHILLA, fit.coefficients, x).loss
             for x in fit.ranges["flops"]
         ]
-        assert np.all(min(ends) * (1 - 1e-9) <= found.loss)
-        assert np.all(found.loss <= max(ends) * (1 + 1e-9))
+        assert np.all(min(ends) * (1 - 1e-9) <= comparison.loss)
+        assert np.all(comparison.loss <= max(ends) * (1 + 1e-9))
     far = {x: y.copy() for x, y in worse.items()}
     far["loss"] = far["loss"] + 10
     with pytest.raises(ValueError, match="no loss was reached by both"):
@@ -115,9 +119,9 @@ def test_compute_to_equal_loss_of_curves() -> None:
     second = {"flops": 4 * flops, "loss": 20 * flops**-0.05}
     law = find_law("power")
     a, b = (fit_law(law, x) for x in (first, second))
-    found = compare(a, b)
-    np.testing.assert_allclose(found.ratio, 4, rtol=1e-6)
-    assert np.isnan(found.low).all()
+    comparison = compare(a, b)
+    np.testing.assert_allclose(comparison.ratio, 4, rtol=1e-6)
+    assert np.isnan(comparison.low).all()
     with pytest.raises(ValueError, match="flops of one fit cannot be compared with"):
         compare(a, fit_law(law.over("steps"), {**first, "steps": flops}))
     neither = a._replace(law="kaplan-steps", inputs=("num_params", "steps"))

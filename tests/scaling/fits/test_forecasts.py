@@ -33,8 +33,10 @@ def split(runs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def covered(result: FitResult, runs: dict[str, Any]) -> float:
-    found = predict(result, runs, "prediction")
-    return float(np.mean((found.low <= runs["loss"]) & (runs["loss"] <= found.high)))
+    forecast = predict(result, runs, "prediction")
+    return float(
+        np.mean((forecast.low <= runs["loss"]) & (runs["loss"] <= forecast.high))
+    )
 
 
 @pytest.mark.parametrize("bootstrap", [0, 100])
@@ -59,10 +61,12 @@ def test_a_sound_law_has_hardly_wider_intervals_beyond_its_runs() -> None:
     for seed in range(4):
         small, large = split(simulate_isoflop_runs(seed=seed, noise="normal"))
         result = fit(CHINCHILLA, small)
-        found = predict(result, large, "prediction")
+        forecast = predict(result, large, "prediction")
         narrow = result._replace(forecast_variance=(0.0, 0.0))
         base = predict(narrow, large, "prediction")
-        ratios.append(np.median((found.high - found.low) / (base.high - base.low)))
+        ratios.append(
+            np.median((forecast.high - forecast.low) / (base.high - base.low))
+        )
     assert np.median(ratios) < 1.15
 
 
@@ -73,8 +77,8 @@ def test_intervals_widen_with_the_distance_in_compute() -> None:
     tokens = last * np.array([0.999999, 1.000001, np.e, np.e**4]) / 6e9
     runs = {"num_params": np.full(4, 1e9), "num_tokens": tokens}
     tiny = result._replace(covariance=0 * result.covariance, noise=np.zeros(9))
-    found = predict(tiny, runs, "prediction")
-    spread = np.log(found.high / found.loss)
+    forecast = predict(tiny, runs, "prediction")
+    spread = np.log(forecast.high / forecast.loss)
     np.testing.assert_allclose(spread / spread[2], [0, 0.5, 1, 13**0.5 / 2], atol=1e-5)
 
 

@@ -23,9 +23,9 @@ def test_a_resample_draws_whole_runs_as_many_as_there_are() -> None:
         "loss": rng.uniform(2, 4, len(RUN)),
     }
     weights = rng.uniform(0.5, 2, len(RUN))
-    seen = make_observations(CHINCHILLA, data, weights, RUN + 100)
-    drawn = levenberg_marquardt.draw_weights(seen, 400, rng)
-    counts = drawn / seen.weights
+    observations = make_observations(CHINCHILLA, data, weights, RUN + 100)
+    draws = levenberg_marquardt.draw_weights(observations, 400, rng)
+    counts = draws / observations.weights
     np.testing.assert_allclose(counts, np.round(counts), atol=1e-9)
     by_run = np.stack([counts[:, RUN == run].mean(axis=1) for run in range(12)], axis=1)
     np.testing.assert_allclose(by_run[:, RUN], counts)  # the same for all rows of a run

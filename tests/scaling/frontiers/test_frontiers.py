@@ -59,17 +59,17 @@ def frontier(groups: IsoflopGroups, find: Find, resamples: int = 0) -> Frontier:
     )
 
 
-def exponents(found: Frontier) -> tuple[float, float]:
-    assert found.num_params is not None
-    assert found.num_tokens is not None
-    return found.num_params.exponent, found.num_tokens.exponent
+def exponents(estimate: Frontier) -> tuple[float, float]:
+    assert estimate.num_params is not None
+    assert estimate.num_tokens is not None
+    return estimate.num_params.exponent, estimate.num_tokens.exponent
 
 
-def interval(found: Frontier) -> tuple[float, float]:
+def interval(estimate: Frontier) -> tuple[float, float]:
     """The interval of the exponent of N."""
-    assert found.num_params is not None
-    assert found.num_params.interval is not None
-    return found.num_params.interval
+    assert estimate.num_params is not None
+    assert estimate.num_params.interval is not None
+    return estimate.num_params.interval
 
 
 def test_a_symmetric_surface_has_exponent_one_half() -> None:
@@ -106,10 +106,10 @@ def test_an_asymmetric_surface_shifts_the_vertex_and_can_be_corrected(
         isoflop.by_parabola(groups, None, both),
         isoflop.by_projection(groups, surface),
     ):
-        found = frontier(groups, find)
-        np.testing.assert_allclose(found.minima.num_params[0], best, rtol=1e-9)
+        estimate = frontier(groups, find)
+        np.testing.assert_allclose(estimate.minima.num_params[0], best, rtol=1e-9)
         np.testing.assert_allclose(
-            found.minima.num_tokens[0], BUDGETS / 6 / best, rtol=1e-9
+            estimate.minima.num_tokens[0], BUDGETS / 6 / best, rtol=1e-9
         )
 
 
@@ -129,11 +129,11 @@ def test_groups_without_a_minimum_are_refused() -> None:
     assert frontier(fine, isoflop.by_parabola(fine, 3)).warnings == ()
     for groups, reason in ((edge, EDGE), (upside_down, EDGE)):
         for find in (isoflop.by_parabola(groups), isoflop.by_akima(groups)):
-            found = frontier(groups, find)
-            assert (found.minima.reason == reason).all()
-            assert found.num_params is None
-            assert "edge of the sizes" in found.warnings[0]
-            assert "no law" in found.warnings[-1]
+            estimate = frontier(groups, find)
+            assert (estimate.minima.reason == reason).all()
+            assert estimate.num_params is None
+            assert "edge of the sizes" in estimate.warnings[0]
+            assert "no law" in estimate.warnings[-1]
     projected = isoflop.by_projection(edge, isoflop.fit_group_surface(edge))
     assert (frontier(edge, projected).minima.reason == OUTSIDE).all()
 
@@ -141,8 +141,8 @@ def test_groups_without_a_minimum_are_refused() -> None:
     x = np.arange(1.0, 6)
     y = np.array([3.0, 5.0, 2.9, 5.0, 3.0])
     bent = find_run_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y)
-    found = frontier(bent, isoflop.by_parabola(bent))
-    assert found.minima.reason.tolist() == [[DOWNWARD]]
+    estimate = frontier(bent, isoflop.by_parabola(bent))
+    assert estimate.minima.reason.tolist() == [[DOWNWARD]]
     y = np.array([3.0, 2.95, 2.96, 3.0, 3.3])
     steep = find_run_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y - 0.2 * x)
     assert frontier(steep, isoflop.by_parabola(steep)).num_params is None
@@ -177,10 +177,12 @@ def test_sizes_that_are_nearly_equal_are_one() -> None:
     same = noisy_groups(BUDGETS[:4], [0.3, 0.6, 1, 1, 2, 4])
     assert (near.num_merged, same.num_merged) == (4, 0)
     for find in (isoflop.by_akima, isoflop.by_parabola):
-        found, expected = (frontier(x, find(x), 100) for x in (near, same))
-        np.testing.assert_allclose(found.minima.loss, expected.minima.loss, rtol=1e-6)
-        np.testing.assert_allclose(exponents(found), exponents(expected), rtol=1e-5)
-        assert found.warnings == expected.warnings
+        estimate, expected = (frontier(x, find(x), 100) for x in (near, same))
+        np.testing.assert_allclose(
+            estimate.minima.loss, expected.minima.loss, rtol=1e-6
+        )
+        np.testing.assert_allclose(exponents(estimate), exponents(expected), rtol=1e-5)
+        assert estimate.warnings == expected.warnings
     sizes, place = merge_sizes(np.array([2.0, 1.0, 1.012, 1.006, 1.0, 3.0]))
     np.testing.assert_allclose(sizes, [(1.006 * 1.012) ** 0.25, 2, 3])
     assert place.tolist() == [1, 0, 0, 0, 0, 2]
@@ -197,17 +199,17 @@ def test_a_minimum_well_below_all_runs_is_refused() -> None:
     num_params = 0.1 * flops**0.5 * np.tile([0.3, 0.98, 1, 10, 30], 2)
     loss = np.repeat([1.0, 0.9], 5) * np.tile([2.6, 2.505, 2.5, 2.52, 2.7], 2)
     groups = find_run_groups(num_params, flops / 6 / num_params, flops, loss)
-    found = frontier(groups, isoflop.by_parabola(groups, 3))
-    assert found.minima.reason.tolist() == [[DEEP] * 2]
-    assert found.num_params is None
-    assert found.warnings == (
+    estimate = frontier(groups, isoflop.by_parabola(groups, 3))
+    assert estimate.minima.reason.tolist() == [[DEEP] * 2]
+    assert estimate.num_params is None
+    assert estimate.warnings == (
         "x: no minimum at 1e+18 FLOP: the minimum is far below the lowest run",
         "x: no minimum at 5.62e+18 FLOP: the minimum is far below the lowest run",
         "x: fewer than two budgets have a minimum; no law",
     )
-    whole = frontier(groups, isoflop.by_parabola(groups))
-    assert whole.warnings == ()
-    np.testing.assert_allclose(whole.minima.loss[0], [2.45, 2.205], rtol=0.01)
+    full_estimate = frontier(groups, isoflop.by_parabola(groups))
+    assert full_estimate.warnings == ()
+    np.testing.assert_allclose(full_estimate.minima.loss[0], [2.45, 2.205], rtol=0.01)
 
 
 @pytest.mark.thorough
@@ -217,7 +219,7 @@ def test_contradicting_methods_give_a_warning() -> None:
         groups = spoilt_groups(*places)
         squares = isoflop.fit_group_surface(groups)
         robust = isoflop.fit_group_surface(groups, robust=True)
-        found = [
+        estimates = [
             bootstrap_frontier(name, find, groups.flops, groups.strata, resamples=100)
             for name, find in (
                 ("parabola", isoflop.by_parabola(groups)),
@@ -227,17 +229,17 @@ def test_contradicting_methods_give_a_warning() -> None:
         ]
         doubts = isoflop.surface_warnings(
             groups, squares, robust
-        ) + disagreement_warning(found)
-        last = exponents(found[2])[0]
+        ) + disagreement_warning(estimates)
+        last = exponents(estimates[2])[0]
         assert last == pytest.approx(a, abs=0.02)
-        low, high = np.nanquantile(found[2].exponents, (0.05, 0.95))
+        low, high = np.nanquantile(estimates[2].exponents, (0.05, 0.95))
         assert low < a < high
         if is_sound:
             assert doubts == []
-            assert exponents(found[1])[0] == pytest.approx(last, abs=0.01)
+            assert exponents(estimates[1])[0] == pytest.approx(last, abs=0.01)
             continue
         # One run of 28 halves the least-squares exponent.
-        assert exponents(found[1])[0] == pytest.approx(0.248, abs=2e-3)
+        assert exponents(estimates[1])[0] == pytest.approx(0.248, abs=2e-3)
         assert doubts == [
             "a few runs decide the surface: by squares N* grows as C^0.25, robustly as "
             "C^0.51",
@@ -252,7 +254,7 @@ def test_a_surface_that_runs_do_not_have_is_doubted() -> None:
     def surface_doubts(change: Callable[[IsoflopGroups], np.ndarray]) -> list[str]:
         plain = spoilt_groups()
         n, d, loss = (
-            np.concatenate([getattr(each, name) for each in plain.groups])
+            np.concatenate([getattr(group, name) for group in plain.groups])
             for name in ("num_params", "num_tokens", "loss")
         )
         loss = loss * change(plain)
@@ -283,31 +285,31 @@ def test_absurd_losses_end_without_a_warning_of_a_library() -> None:
             isoflop.by_akima(groups),
             isoflop.by_projection(groups, surface),
         ):
-            found = frontier(groups, find, 30)
-            fine = found.minima.reason[0] == FINE
+            estimate = frontier(groups, find, 30)
+            fine = estimate.minima.reason[0] == FINE
             lowest = np.array([group.loss.min() for group in groups.groups])
-            assert (found.minima.loss[0] > 0.9 * lowest)[fine].all()
+            assert (estimate.minima.loss[0] > 0.9 * lowest)[fine].all()
 
 
 def test_windows_are_compared_and_the_bootstrap_covers() -> None:
     groups = make_groups(0.34, 0.28, noise=0.003)
     a = 0.28 / 0.62
-    found = [
+    estimates = [
         frontier(groups, isoflop.by_parabola(groups, window), 300)
         for window in isoflop.WINDOWS
     ]
     projection = isoflop.by_projection(groups, isoflop.fit_group_surface(groups))
-    found.append(frontier(groups, projection, 300))
+    estimates.append(frontier(groups, projection, 300))
     widths = []
-    for each in found:
-        low, high = interval(each)
+    for estimate in estimates:
+        low, high = interval(estimate)
         assert low < a < high
-        inside = low < exponents(each)[0] < high
-        assert inside == (not any("its own interval" in x for x in each.warnings))
+        inside = low < exponents(estimate)[0] < high
+        assert inside == (not any("its own interval" in x for x in estimate.warnings))
         widths.append(high - low)
     assert widths[3] < widths[2] < widths[0]
     again = frontier(groups, isoflop.by_parabola(groups, 3), 300)
-    assert again.num_params == found[0].num_params
+    assert again.num_params == estimates[0].num_params
 
     # The reference's losses at 1.8e11 FLOP; the window determines the result.
     sizes = np.array([8, 12, 16, 24, 32, 48, 64, 96]) ** 2 * 24.0
@@ -377,13 +379,13 @@ def test_the_envelope_of_curves_follows_the_optimum() -> None:
     curves = envelope.interpolate_curves(runs, n, d, 6 * n * d, loss, num_budgets=300)
     find = envelope.find_envelope(curves)
     strata = np.zeros(25, int)
-    found = bootstrap_frontier("e", find, curves.flops, strata, resamples=100)
-    np.testing.assert_allclose(exponents(found), 0.5, atol=0.01)
-    low, high = interval(found)
+    estimate = bootstrap_frontier("e", find, curves.flops, strata, resamples=100)
+    np.testing.assert_allclose(exponents(estimate), 0.5, atol=0.01)
+    low, high = interval(estimate)
     assert low < 0.5 < high
-    assert "edge of the sizes" in found.warnings[0]
-    good = found.minima.reason[0] == FINE
-    sizes = found.minima.num_params[0, good]
+    assert "edge of the sizes" in estimate.warnings[0]
+    good = estimate.minima.reason[0] == FINE
+    sizes = estimate.minima.num_params[0, good]
     assert sizes.min() > 1e7 * 1.001
     assert sizes.max() < 1e9 * 0.999
     g = (400 / 410) ** (1 / 0.68)

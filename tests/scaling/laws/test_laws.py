@@ -29,8 +29,8 @@ def test_a_law_in_any_units(name: str) -> None:
     with jax.enable_x64(True):
         x = jnp.array(EXAMPLES[name])
         computed = compute(x, jnp.asarray(centre))
-    y, found, value, rows, slow, back = map(np.asarray, computed)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    y, predictions, value, rows, slow, back = map(np.asarray, computed)
+    np.testing.assert_allclose(predictions, expected, rtol=1e-12)
     np.testing.assert_allclose(back, EXAMPLES[name], rtol=1e-12)
     np.testing.assert_allclose(value, np.log(expected), rtol=1e-11, atol=1e-12)
     np.testing.assert_allclose(rows, slow, rtol=1e-9, atol=1e-12)
@@ -43,10 +43,10 @@ def test_a_law_in_any_units(name: str) -> None:
 
 def test_float32_without_the_switch() -> None:
     law = CHINCHILLA
-    found = law.predict(jnp.array(EXAMPLES["chinchilla"]), COLUMNS)
-    assert found.dtype == jnp.float32
+    predictions = law.predict(jnp.array(EXAMPLES["chinchilla"]), COLUMNS)
+    assert predictions.dtype == jnp.float32
     expected = plainly("chinchilla", EXAMPLES["chinchilla"], COLUMNS)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(predictions, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

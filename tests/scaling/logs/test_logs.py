@@ -274,10 +274,10 @@ def test_unused_columns_are_reported(
 ) -> None:
     columns = LogColumns(**flags)
     log = read_log(write(tmp_path, text), columns)
-    found = find_doubts(log, columns)
-    assert len(found) == bool(lines)
+    doubts = find_doubts(log, columns)
+    assert len(doubts) == bool(lines)
     for line in lines:
-        assert line in found[0]
+        assert line in doubts[0]
     if log.names[-1] not in log.roles.values():  # a rule uses the column
         assert not find_doubts(log, columns, [f"`{log.names[-1]}` == 1"])
 

@@ -32,21 +32,21 @@ def test_the_closed_form_is_what_a_search_finds(name: str) -> None:
     coefficients = KAPLAN if name == "kaplan" else CONSTANTS[name]
     powers = budgets.law_two_powers(law, coefficients)
     for flops in (1e15, 5.76e23, 1e28):
-        found = budgets.allocate_budget(powers, flops)
-        assert found == pytest.approx(
+        budget = budgets.allocate_budget(powers, flops)
+        assert budget == pytest.approx(
             compute_optimum(law, coefficients, flops), rel=1e-12
         )
-        assert budgets.lifetime_flops(*found[:2]) == pytest.approx(flops, rel=1e-14)
+        assert budgets.lifetime_flops(*budget[:2]) == pytest.approx(flops, rel=1e-14)
         searched = budgets.search_params(powers, flops)
-        assert found.num_params == pytest.approx(searched, rel=1e-6)
+        assert budget.num_params == pytest.approx(searched, rel=1e-6)
 
 
 def test_the_lecture_and_the_paper() -> None:
     assert FLOPS == pytest.approx(5.616e23, rel=1e-12)
-    found = budgets.allocate_budget(LECTURE, FLOPS)
-    assert found.num_params == pytest.approx(4.7476e10, rel=1e-4)
-    assert found.num_tokens == pytest.approx(1.9715e12, rel=1e-4)
-    assert found.loss == pytest.approx(1.89696, abs=1e-5)
+    budget = budgets.allocate_budget(LECTURE, FLOPS)
+    assert budget.num_params == pytest.approx(4.7476e10, rel=1e-4)
+    assert budget.num_tokens == pytest.approx(1.9715e12, rel=1e-4)
+    assert budget.loss == pytest.approx(1.89696, abs=1e-5)
     # Hoffmann et al.: 5.76e23 FLOPs; rounding the exponents of the source's digits
     # moves tokens per parameter from 59 to 93.
     for name, ratio in (("hoffmann-tex", 59), ("hoffmann", 93)):
@@ -58,28 +58,28 @@ def test_the_lecture_and_the_paper() -> None:
 def test_serving_when_the_sum_is_raised_to_a_power() -> None:
     powers = budgets.law_two_powers(LAWS["kaplan"], KAPLAN)
     best = budgets.allocate_budget(powers, 1e23, inference_tokens=1e12)
-    found = budgets.cheapest_model(powers, best.loss, inference_tokens=1e12)
-    assert found == pytest.approx(best, rel=1e-9)
+    cheapest = budgets.cheapest_model(powers, best.loss, inference_tokens=1e12)
+    assert cheapest == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize("served", [1e9, 2e12, 1e14])
 def test_serving_at_equal_loss_and_for_a_budget(served: float) -> None:
     free = budgets.allocate_budget(LECTURE, FLOPS)
-    found = budgets.cheapest_model(LECTURE, free.loss, inference_tokens=served)
-    assert found.loss == pytest.approx(free.loss, rel=1e-14)
-    whole = budgets.lifetime_flops(*found[:2], served)
+    cheapest = budgets.cheapest_model(LECTURE, free.loss, inference_tokens=served)
+    assert cheapest.loss == pytest.approx(free.loss, rel=1e-14)
+    lifetime = budgets.lifetime_flops(*cheapest[:2], served)
     # Every other model with this loss takes more.
-    sizes = found.num_params * np.exp(np.linspace(-0.3, 0.3, 601))
-    left = found.loss - LECTURE.floor - LECTURE.A * sizes**-LECTURE.alpha
+    sizes = cheapest.num_params * np.exp(np.linspace(-0.3, 0.3, 601))
+    left = cheapest.loss - LECTURE.floor - LECTURE.A * sizes**-LECTURE.alpha
     tokens = (LECTURE.B / left) ** (1 / LECTURE.beta)
     others = budgets.lifetime_flops(sizes, tokens, served)
     assert np.argmin(others) == 300
-    assert others[300] == pytest.approx(whole, rel=1e-9)
-    assert whole <= budgets.lifetime_flops(*free[:2], served)
+    assert others[300] == pytest.approx(lifetime, rel=1e-9)
+    assert lifetime <= budgets.lifetime_flops(*free[:2], served)
     # With that as the budget the same model is the best.
-    same = budgets.allocate_budget(LECTURE, whole, inference_tokens=served)
-    assert same == pytest.approx(found, rel=1e-9)
-    searched = budgets.search_params(LECTURE, whole, served)
+    same = budgets.allocate_budget(LECTURE, lifetime, inference_tokens=served)
+    assert same == pytest.approx(cheapest, rel=1e-9)
+    searched = budgets.search_params(LECTURE, lifetime, served)
     assert same.num_params == pytest.approx(searched, rel=1e-6)
 
 
@@ -92,10 +92,10 @@ def test_serving_as_published() -> None:
     exponent = powers.beta / (powers.alpha + powers.beta)
     usual = budgets.allocate_budget(powers, 6 * (13e9 / scale) ** (1 / exponent))
     assert usual.num_params == pytest.approx(13e9, rel=1e-9)
-    found = budgets.cheapest_model(powers, usual.loss, inference_tokens=2e12)
-    assert found.num_params == pytest.approx(7e9, rel=0.01)
-    assert found.num_tokens / usual.num_tokens == pytest.approx(2.1, abs=0.1)
-    before, after = (budgets.lifetime_flops(*x[:2], 2e12) for x in (usual, found))
+    cheapest = budgets.cheapest_model(powers, usual.loss, inference_tokens=2e12)
+    assert cheapest.num_params == pytest.approx(7e9, rel=0.01)
+    assert cheapest.num_tokens / usual.num_tokens == pytest.approx(2.1, abs=0.1)
+    before, after = (budgets.lifetime_flops(*x[:2], 2e12) for x in (usual, cheapest))
     assert before - after == pytest.approx(1.7e22, rel=0.01)
     assert 1 - after / before == pytest.approx(0.17, abs=0.005)
 
@@ -121,13 +121,13 @@ def test_repeated_data_as_published() -> None:
         (6.34e9, 242e9, 2.2256440889984477),
         (8.67e9, 178e9, 2.2269634075087867),
     ):
-        found = budgets.budget_loss(C4, num_params, num_tokens, DataLimit(25e9))
-        assert found == pytest.approx(loss, rel=1e-12)
+        budget_loss = budgets.budget_loss(C4, num_params, num_tokens, DataLimit(25e9))
+        assert budget_loss == pytest.approx(loss, rel=1e-12)
     flops = 6 * 8.67e9 * 178e9
-    found = budgets.allocate_budget(C4, flops, repeating=DataLimit(25e9))
-    assert found.num_tokens == pytest.approx(227e9, rel=0.005)
-    assert found.num_params == pytest.approx(6.8e9, rel=0.005)
-    assert found.num_tokens / 25e9 == pytest.approx(9.1, abs=0.05)
+    budget = budgets.allocate_budget(C4, flops, repeating=DataLimit(25e9))
+    assert budget.num_tokens == pytest.approx(227e9, rel=0.005)
+    assert budget.num_params == pytest.approx(6.8e9, rel=0.005)
+    assert budget.num_tokens / 25e9 == pytest.approx(9.1, abs=0.05)
 
 
 @pytest.mark.parametrize("powers", [C4, LECTURE])
@@ -144,8 +144,10 @@ def test_repetition_is_the_law_that_is_fitted(powers: TwoPowers) -> None:
         expected = np.asarray(law.predict(np.array(named), data))
     num_params = data["num_params"]
     num_tokens = data["num_tokens"]
-    found = budgets.budget_loss(powers, num_params, num_tokens, DataLimit(2e10, halves))
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    losses = budgets.budget_loss(
+        powers, num_params, num_tokens, DataLimit(2e10, halves)
+    )
+    np.testing.assert_allclose(losses, expected, rtol=1e-12)
 
 
 def test_enough_data_leaves_the_closed_form() -> None:
@@ -170,10 +172,10 @@ def test_the_cheapest_model_under_a_limit_on_unique_tokens(unique: float) -> Non
     served = 1e12
     target = budgets.allocate_budget(C4, 1e22, repeating=repeating).loss
     how: Any = {"inference_tokens": served, "repeating": repeating}
-    found = budgets.cheapest_model(C4, target, **how)
-    assert found.loss == pytest.approx(target, rel=1e-9)
+    cheapest = budgets.cheapest_model(C4, target, **how)
+    assert cheapest.loss == pytest.approx(target, rel=1e-9)
     # A dense search: for every N the fewest tokens that reach the loss.
-    sizes = found.num_params * np.geomspace(0.3, 3, 601)
+    sizes = cheapest.num_params * np.geomspace(0.3, 3, 601)
     low = np.full(sizes.size, 0.0)
     high = np.full(sizes.size, math.log(1e16))
     for _ in range(80):
@@ -181,10 +183,10 @@ def test_the_cheapest_model_under_a_limit_on_unique_tokens(unique: float) -> Non
         is_above = budgets.budget_loss(C4, sizes, np.exp(middle), repeating) > target
         low = np.where(is_above, middle, low)
         high = np.where(is_above, high, middle)
-    least = np.nanmin(budgets.lifetime_flops(sizes, np.exp(high), served))
-    spent = budgets.lifetime_flops(found.num_params, found.num_tokens, served)
-    assert spent == pytest.approx(least, rel=1e-4)
-    assert spent <= least * (1 + 1e-9)
+    min_flops = np.nanmin(budgets.lifetime_flops(sizes, np.exp(high), served))
+    spent = budgets.lifetime_flops(cheapest.num_params, cheapest.num_tokens, served)
+    assert spent == pytest.approx(min_flops, rel=1e-4)
+    assert spent <= min_flops * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

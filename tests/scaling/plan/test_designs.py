@@ -34,22 +34,22 @@ def test_counts_and_operations_of_the_grid_are_exact(family: DesignFamily) -> No
     grid = designs.make_grid(family)
     rng = np.random.default_rng(0)
     for place in [0, len(grid.width) - 1, *rng.integers(0, len(grid.width), 20)]:
-        found = designs.design_at(family, int(place))
+        design = designs.design_at(family, int(place))
         name = family.count.replace("-", "_")
-        assert found.num_params == getattr(count_parameters(found.model), name)
+        assert design.num_params == getattr(count_parameters(design.model), name)
         step = training_step_flops(
-            found.model, sequence=family.sequence, attention=family.attention
+            design.model, sequence=family.sequence, attention=family.attention
         )
-        assert found.flops_per_token == step.model / family.sequence
+        assert design.flops_per_token == step.model / family.sequence
 
 
 @pytest.mark.parametrize("size", [1.2e6, 1.24e8, 6.7e9, 4.7476e10, 1.75e11, 1e13])
 def test_the_nearest_is_nearest_and_well_divided(size: float) -> None:
-    found = designs.nearest_design(FAMILY, size)
-    off = abs(found.num_params - size)
+    design = designs.nearest_design(FAMILY, size)
+    off = abs(design.num_params - size)
     assert off == np.abs(GRID.num_params - size).min()
-    model = found.model
-    heads = found.model.attention
+    model = design.model
+    heads = design.model.attention
     assert isinstance(heads, HeadAttention)
     assert heads.num_q_heads * heads.head_dim == model.hidden_size
     if size > 1e8:
@@ -69,12 +69,14 @@ def test_the_largest_vocabulary_that_a_size_allows(monkeypatch) -> None:
     monkeypatch.setattr(designs, "RANGES", designs.RANGES[:2])
     family = DesignFamily(sequence=77)
     for size in (3e3, 3e5):
-        most = designs.max_vocab_size(family, size)
-        assert most is not None
-        fits = dataclasses.replace(family, vocab_size=most)
+        max_vocab = designs.max_vocab_size(family, size)
+        assert max_vocab is not None
+        fits = dataclasses.replace(family, vocab_size=max_vocab)
         assert designs.nearest_design(fits, size).num_params < 1.06 * size
         with pytest.raises(ValueError, match="too small for any design"):
-            designs.nearest_design(dataclasses.replace(fits, vocab_size=most + 1), size)
+            designs.nearest_design(
+                dataclasses.replace(fits, vocab_size=max_vocab + 1), size
+            )
     without = dataclasses.replace(family, count="non-embedding")
     assert designs.max_vocab_size(without, 3000.0) is None
 
@@ -83,15 +85,15 @@ def test_the_best_where_every_operation_counts() -> None:
     def loss(num_params: Any, num_tokens: Any) -> Any:
         return budgets.budget_loss(LECTURE, num_params, num_tokens)
 
-    design, tokens, least = designs.best_design(FAMILY, loss, 1e20)
+    design, tokens, best_loss = designs.best_design(FAMILY, loss, 1e20)
     assert tokens * design.flops_per_token == pytest.approx(1e20, rel=1e-12)
-    assert least == pytest.approx(loss(float(design.num_params), tokens), rel=1e-12)
+    assert best_loss == pytest.approx(loss(float(design.num_params), tokens), rel=1e-12)
     # Better than the design nearest to the optimum of 6 N D; the best of the grid.
     optimum = budgets.allocate_budget(LECTURE, 1e20)
     near = designs.nearest_design(FAMILY, optimum.num_params)
-    assert least < loss(float(near.num_params), 1e20 / near.flops_per_token)
+    assert best_loss < loss(float(near.num_params), 1e20 / near.flops_per_token)
     every = loss(GRID.num_params.astype(float), 1e20 / GRID.flops_per_token)
-    assert least == every.min()
+    assert best_loss == every.min()
     # With serving, a token takes a third of the operations.
     served = designs.best_design(FAMILY, loss, 1e20, inference_tokens=1e11)
     spent = (served[1] + 1e11 / 3) * served[0].flops_per_token

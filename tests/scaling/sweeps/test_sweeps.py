@@ -50,7 +50,7 @@ def small(config: SweepConfig) -> SweepConfig:
 
 
 @pytest.fixture(scope="module")
-def whole(config: SweepConfig, tmp_path_factory: pytest.TempPathFactory):
+def full_sweep(config: SweepConfig, tmp_path_factory: pytest.TempPathFactory):
     return run_sweep(config, tmp_path_factory.mktemp("sweep") / "whole")
 
 
@@ -64,37 +64,39 @@ def losses(folder: Path) -> dict[str, Any]:
     return {row["run_id"]: (row["loss"], row["status"]) for row in rows}
 
 
-def test_every_run_is_made_and_described(whole: SweepOutcome, config) -> None:
-    assert whole.num("done") == len(whole.records) >= 8
-    assert whole.skipped == 0
-    for row in whole.records:
+def test_every_run_is_made_and_described(full_sweep: SweepOutcome, config) -> None:
+    assert full_sweep.num("done") == len(full_sweep.records) >= 8
+    assert full_sweep.skipped == 0
+    for row in full_sweep.records:
         assert [*row] == [*RECORD]
         assert row["flops_6nd"] == 6 * row["num_params"] * row["num_tokens"]
         assert 0 < row["loss"] < np.log(257) * 1.1
         assert row["decayed"]
         assert row["loss_se"] > 0
-    points = lines(whole.log / "curves.jsonl")
-    assert {p["run_id"] for p in points} == {r["run_id"] for r in whole.records}
+    points = lines(full_sweep.log / "curves.jsonl")
+    assert {p["run_id"] for p in points} == {r["run_id"] for r in full_sweep.records}
     # If the best rate was at the edge, the rates were extended, in that cell only.
-    rates = {row["learning_rate"] for row in whole.records if row["hidden_size"] == 8}
+    rates = {
+        row["learning_rate"] for row in full_sweep.records if row["hidden_size"] == 8
+    }
     assert len(rates) > 2
-    known = {row["run_id"]: row for row in whole.records}
-    digest = SweepFolder(whole.log).header()["corpus_digest"]
-    assert planning.next_groups(config, known, digest) == []
+    rows_by_run = {row["run_id"]: row for row in full_sweep.records}
+    digest = SweepFolder(full_sweep.log).header()["corpus_digest"]
+    assert planning.next_groups(config, rows_by_run, digest) == []
 
 
 def test_a_branch_equals_the_separate_run(
-    whole: SweepOutcome, config, tmp_path
+    full_sweep: SweepOutcome, config, tmp_path
 ) -> None:
     single = dataclasses.replace(config, num_tokens=config.num_tokens[1:])
-    found = losses(run_sweep(single, tmp_path / "single").log)
-    assert len(found) >= 4
-    for run_id, loss in found.items():
-        assert losses(whole.log)[run_id] == loss
+    run_losses = losses(run_sweep(single, tmp_path / "single").log)
+    assert len(run_losses) >= 4
+    for run_id, loss in run_losses.items():
+        assert losses(full_sweep.log)[run_id] == loss
 
 
 def test_cosines_of_two_lengths_share_the_warm_up(
-    whole: SweepOutcome, config, tmp_path
+    full_sweep: SweepOutcome, config, tmp_path
 ) -> None:
     cosine = dataclasses.replace(
         config, schedule="cosine", models=(model(8),), learning_rates=(2e-2,)
@@ -102,14 +104,14 @@ def test_cosines_of_two_lengths_share_the_warm_up(
     assert grid.group_steps(cosine, (20, 40)) == 4 + 16 + 36
     both = losses(run_sweep(cosine, tmp_path / "both").log)
     single = dataclasses.replace(cosine, num_tokens=cosine.num_tokens[1:])
-    found = losses(run_sweep(single, tmp_path / "single").log)
+    run_losses = losses(run_sweep(single, tmp_path / "single").log)
     assert len(both) == 2
-    assert len(found) == 1
-    assert found.items() <= both.items()
-    assert not both.keys() & losses(whole.log).keys()
+    assert len(run_losses) == 1
+    assert run_losses.items() <= both.items()
+    assert not both.keys() & losses(full_sweep.log).keys()
     run = grid.train_config(cosine, Cell(model(8), 40), Lane(2e-2, 0))
     corpus = open_on_device(cosine.corpus)
-    (run_id,) = found
+    (run_id,) = run_losses
     trained = training.train(run, tmp_path / "trained")
     score = score_stream(
         trained.params,
@@ -118,22 +120,22 @@ def test_cosines_of_two_lengths_share_the_warm_up(
         seq_len=run.seq_len,
         num_windows=8,
     )
-    assert found[run_id][0] == pytest.approx(score.loss, rel=1e-5)
+    assert run_losses[run_id][0] == pytest.approx(score.loss, rel=1e-5)
 
 
 @pytest.mark.thorough
-def test_a_stopped_sweep_continues(whole: SweepOutcome, config, tmp_path) -> None:
+def test_a_stopped_sweep_continues(full_sweep: SweepOutcome, config, tmp_path) -> None:
     out = tmp_path / "sweep"
     stopped = run_sweep(config, out, progress=Stopping(20))
     assert stopped.is_stopped
-    assert 0 < len(stopped.records) < len(whole.records)
+    assert 0 < len(stopped.records) < len(full_sweep.records)
     with (out / "runs.jsonl").open("a") as file:
         file.write('{"run_id": "half a li')  # a line of a killed process
     with (out / "curves.jsonl").open("a") as file:
         file.write('{"run_id": "no record", "step": 1.0}\n')
-    rest = run_sweep(config, out)
-    assert rest.skipped == len(stopped.records)
-    assert losses(out) == losses(whole.log)
+    second_sweep = run_sweep(config, out)
+    assert second_sweep.skipped == len(stopped.records)
+    assert losses(out) == losses(full_sweep.log)
     assert "no record" not in (out / "curves.jsonl").read_text()
 
 
@@ -146,9 +148,9 @@ def test_partial_runs_are_resumed(small, tmp_path, monkeypatch, mode) -> None:
     real = branching._go
 
     def count(call, lanes, *args):
-        found = real(call, lanes, *args)
-        taken.append((found[0].step - lanes.step) * len(lanes.alive))
-        return found
+        outcome = real(call, lanes, *args)
+        taken.append((outcome[0].step - lanes.step) * len(lanes.alive))
+        return outcome
 
     monkeypatch.setattr(branching, "_go", count)
     out = tmp_path / "sweep"
@@ -163,11 +165,11 @@ def test_partial_runs_are_resumed(small, tmp_path, monkeypatch, mode) -> None:
     assert sum(taken) == lanes * grid.group_steps(small, (low, high))
     assert losses(out) == losses(unbroken.log)
     for name in ("runs.jsonl", "curves.jsonl"):
-        taken_up, whole = (
+        taken_up, unbroken_rows = (
             [row | {"seconds": 0} for row in lines(log / name)]
             for log in (out, unbroken.log)
         )
-        assert taken_up == whole
+        assert taken_up == unbroken_rows
 
 
 def test_a_damaged_pause_raises_an_error_with_advice(small, tmp_path) -> None:
@@ -191,7 +193,9 @@ def test_divergence_is_recorded_once(config, tmp_path) -> None:
     assert (again.skipped, len(again.records)) == (1, 1)
 
 
-def test_a_full_disk_leaves_whole_lines(whole, config, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_leaves_whole_lines(
+    full_sweep, config, tmp_path, monkeypatch
+) -> None:
     out = tmp_path / "sweep"
     real = os.write
     room = [3000]
@@ -211,28 +215,28 @@ def test_a_full_disk_leaves_whole_lines(whole, config, tmp_path, monkeypatch) ->
         if (out / name).exists():
             assert (out / name).read_text()[-1:] in ("", "\n")
     run_sweep(config, out)
-    assert losses(out) == losses(whole.log)
+    assert losses(out) == losses(full_sweep.log)
 
 
-def test_a_folder_is_of_one_recipe_and_one_process(whole, config) -> None:
+def test_a_folder_is_of_one_recipe_and_one_process(full_sweep, config) -> None:
     other = dataclasses.replace(config, batch_size=4)
     with pytest.raises(ValueError, match=r"another sweep; differs in \['batch_size'\]"):
-        run_sweep(other, whole.log)
-    folder = SweepFolder(whole.log)
+        run_sweep(other, full_sweep.log)
+    folder = SweepFolder(full_sweep.log)
     with pytest.raises(ValueError, match=f"process {os.getpid()} is writing here"):
-        run_sweep(config, whole.log)
+        run_sweep(config, full_sweep.log)
     folder.close()
 
 
 @pytest.mark.slow
-def test_vmap_finds_what_a_loop_finds(whole, config, tmp_path) -> None:
-    found = run_sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
-    vmapped = losses(found.log)
-    looped = losses(whole.log)
+def test_vmap_finds_what_a_loop_finds(full_sweep, config, tmp_path) -> None:
+    vmap_sweep = run_sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
+    vmapped = losses(vmap_sweep.log)
+    looped = losses(full_sweep.log)
     for run_id in vmapped.keys() & looped.keys():
         assert vmapped[run_id][0] == pytest.approx(looped[run_id][0], rel=1e-3)
     assert len(vmapped.keys() & looped.keys()) >= 8
-    assert json.loads((found.log / "sweep.json").read_text())["mode"] == "vmap"
+    assert json.loads((vmap_sweep.log / "sweep.json").read_text())["mode"] == "vmap"
 
 
 def test_the_trial_of_modes_leaves_out_compilation(config, monkeypatch) -> None:
@@ -248,22 +252,22 @@ def test_the_trial_of_modes_leaves_out_compilation(config, monkeypatch) -> None:
     lane = grid.Lane(1e-2, 0)
     run = grid.train_config(config, grid.list_cells(config)[0], lane)
     corpus = open_on_device(config.corpus)
-    found = branching.measure_speed([run], corpus, is_vmapped=False, patience_s=0.1)
-    assert found > 1000  # with it, 4 steps in 0.4 s
+    speed = branching.measure_speed([run], corpus, is_vmapped=False, patience_s=0.1)
+    assert speed > 1000  # with it, 4 steps in 0.4 s
 
 
-def test_repetitions_are_of_the_best(whole, config, tmp_path) -> None:
+def test_repetitions_are_of_the_best(full_sweep, config, tmp_path) -> None:
     again = dataclasses.replace(config, seeds=(0, 1, 2), num_repeated=1)
-    digest = json.loads((whole.log / "sweep.json").read_text())["corpus_digest"]
-    known = {row["run_id"]: row for row in whole.records}
-    groups = planning.next_groups(again, known, digest)
+    digest = json.loads((full_sweep.log / "sweep.json").read_text())["corpus_digest"]
+    rows_by_run = {row["run_id"]: row for row in full_sweep.records}
+    groups = planning.next_groups(again, rows_by_run, digest)
     assert {group.model for group in groups} == {model(8)}
     assert sum(len(group.horizons) for group in groups) == 2
     for group in groups:
         for steps in group.horizons:
             rows = [
                 row
-                for row in whole.records
+                for row in full_sweep.records
                 if (row["hidden_size"], row["num_steps"]) == (8, steps)
             ]
             best = min(rows, key=lambda row: row["loss"])
@@ -282,9 +286,9 @@ def test_budgets_become_steps(config) -> None:
         ratio = cell.num_steps * 32 / grid.count_cost(cell.model, 16).params.total
         few = dataclasses.replace(sized, tokens_per_param=(ratio, 2 * ratio))
         assert cell in grid.list_cells(few)
-        many = dataclasses.replace(sized, models=(cell.model,), min_steps=1)
+        one_model = dataclasses.replace(sized, models=(cell.model,), min_steps=1)
         with pytest.raises(ValueError, match="no run is left"):
-            dataclasses.replace(many, tokens_per_param=(0.0, 0.99 * ratio))
+            dataclasses.replace(one_model, tokens_per_param=(0.0, 0.99 * ratio))
 
 
 @pytest.mark.parametrize(
@@ -320,9 +324,9 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(
 
 
 def test_a_cluster_opens_no_port_for_metrics(config, monkeypatch) -> None:
-    seen: dict[str, str] = {}
+    environment: dict[str, str] = {}
     fake = types.SimpleNamespace(
-        is_initialized=lambda: False, init=lambda **_: seen.update(os.environ)
+        is_initialized=lambda: False, init=lambda **_: environment.update(os.environ)
     )
     monkeypatch.setitem(sys.modules, "ray", fake)
     for name in CLUSTER_ENVIRONMENT:  # restored after the test
@@ -330,9 +334,9 @@ def test_a_cluster_opens_no_port_for_metrics(config, monkeypatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")  # a choice of the user
     connect_ray(dataclasses.replace(config, executor="ray"))
-    assert seen["AUTOSCALER_METRIC_PORT"] == "-1"
-    assert seen["RAY_enable_metrics_collection"] == "0"
-    assert seen["RAY_USAGE_STATS_ENABLED"] == "1"
+    assert environment["AUTOSCALER_METRIC_PORT"] == "-1"
+    assert environment["RAY_enable_metrics_collection"] == "0"
+    assert environment["RAY_USAGE_STATS_ENABLED"] == "1"
 
 
 _CHILD = """
@@ -382,25 +386,25 @@ def kill(config: SweepConfig, out: Path, num_new: int, after_s: float) -> int:
 
 
 @pytest.mark.thorough
-def test_kill_9(whole, small, tmp_path) -> None:
-    kept = kill(small, tmp_path / "sweep", 1, 0.1)
+def test_kill_9(full_sweep, small, tmp_path) -> None:
+    num_done = kill(small, tmp_path / "sweep", 1, 0.1)
     again = run_sweep(small, tmp_path / "sweep")
-    assert 0 < kept == again.skipped < len(again.records) == 4
+    assert 0 < num_done == again.skipped < len(again.records) == 4
     for run_id, loss in losses(tmp_path / "sweep").items():
-        assert losses(whole.log)[run_id] == loss
+        assert losses(full_sweep.log)[run_id] == loss
 
 
 @pytest.mark.slow
-def test_kill_9_five_times(whole, config, tmp_path) -> None:
+def test_kill_9_five_times(full_sweep, config, tmp_path) -> None:
     draws = np.random.default_rng()
-    kept = [
+    done_counts = [
         kill(config, tmp_path / "sweep", num_new, draws.uniform(0.0, 0.4))
         for num_new in (0, 1, 0, 1, 0)
     ]
-    assert kept == sorted(kept)
-    assert 2 <= kept[-1] < len(whole.records)
+    assert done_counts == sorted(done_counts)
+    assert 2 <= done_counts[-1] < len(full_sweep.records)
     run_sweep(config, tmp_path / "sweep")
-    assert losses(tmp_path / "sweep") == losses(whole.log)
+    assert losses(tmp_path / "sweep") == losses(full_sweep.log)
 
 
 def test_the_best_rate_of_each_cell_wins() -> None:

@@ -34,20 +34,20 @@ def cluster() -> Iterator[str]:
     import ray
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    found.add_node(num_cpus=1)
-    yield found.address
+    ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    ray_cluster.add_node(num_cpus=1)
+    yield ray_cluster.address
     ray.shutdown()
-    found.shutdown()
+    ray_cluster.shutdown()
 
 
 def test_two_nodes_find_what_one_process_finds(cluster: str, tmp_path: Path) -> None:
     import ray
 
-    here = config(tmp_path)
-    there = dataclasses.replace(here, executor="ray", ray_address=cluster)
-    local = run_sweep(here, tmp_path / "here")
-    remote = run_sweep(there, tmp_path / "there")
+    local_config = config(tmp_path)
+    ray_config = dataclasses.replace(local_config, executor="ray", ray_address=cluster)
+    local = run_sweep(local_config, tmp_path / "here")
+    remote = run_sweep(ray_config, tmp_path / "there")
     assert len([node for node in ray.nodes() if node["Alive"]]) == 2
     losses = [
         {row["run_id"]: (row["status"], row["loss"]) for row in outcome.records}
@@ -59,7 +59,7 @@ def test_two_nodes_find_what_one_process_finds(cluster: str, tmp_path: Path) -> 
         assert losses[1][run_id] == (status, pytest.approx(loss, rel=1e-4))
     header = json.loads((tmp_path / "there" / "sweep.json").read_text())
     assert header["executor"] == "ray"
-    assert run_sweep(there, tmp_path / "there").skipped == 8
+    assert run_sweep(ray_config, tmp_path / "there").skipped == 8
 
 
 _LIST_PORTS = """
@@ -95,6 +95,6 @@ def test_a_cluster_that_a_sweep_starts_opens_no_port_for_metrics(
 
 @pytest.mark.skipif(HAS_RAY, reason="ray is installed")
 def test_without_ray_a_sweep_raises_an_error(tmp_path: Path) -> None:
-    there = dataclasses.replace(config(tmp_path), executor="ray")
+    ray_config = dataclasses.replace(config(tmp_path), executor="ray")
     with pytest.raises(ValueError, match="ray is missing"):
-        run_sweep(there, tmp_path / "out")
+        run_sweep(ray_config, tmp_path / "out")

@@ -41,12 +41,12 @@ def param_shapes(config: architectures.Architecture) -> Any:
 def test_parameters_are_counted_exactly(name: str) -> None:
     config = CONFIGS[name]
     held = param_shapes(config)
-    found = architectures.count_model_parameters(config)
-    assert found.total == sum(x.size for x in jax.tree.leaves(held))
+    counts = architectures.count_model_parameters(config)
+    assert counts.total == sum(x.size for x in jax.tree.leaves(held))
     tables = sum(
         held[part]["weight"].size for part in ("embed", "head") if part in held
     )
-    assert found.non_embedding == found.total - tables
+    assert counts.non_embedding == counts.total - tables
 
 
 @pytest.mark.thorough
@@ -68,15 +68,15 @@ def torch_params(kind: str) -> Any:
     vocab = 7
     hidden = 5
     gates = NUM_GATES[kind]
-    made = 0
+    num_tensors = 0
 
     def wave(*shape: int) -> jax.Array:
-        nonlocal made
-        made += 1
+        nonlocal num_tensors
+        num_tensors += 1
         places = np.arange(math.prod(shape))
-        return jnp.asarray(0.5 * np.sin(1.7 * places + made), jnp.float32).reshape(
-            shape
-        )
+        return jnp.asarray(
+            0.5 * np.sin(1.7 * places + num_tensors), jnp.float32
+        ).reshape(shape)
 
     params: dict[str, Any] = {"embed": {"weight": wave(vocab, hidden)}, "layers": []}
     for _ in range(2):
@@ -108,9 +108,9 @@ def test_the_equations_and_gradients_are_those_of_pytorch(kind: Any) -> None:
     params = torch_params(kind)
     tokens = tokens.reshape(2, 6)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    found = architectures.forward(params, tokens, config=config)
-    close(found.logits, expected["logits"])
-    assert float(found.auxiliary) == 0
+    model_outputs = architectures.forward(params, tokens, config=config)
+    close(model_outputs.logits, expected["logits"])
+    assert float(model_outputs.auxiliary) == 0
     gradient = jax.grad(lambda p: objectives.mean_loss(p, tokens, model=config)[0])
     first = gradient(params)["layers"][0]
     close(first["state"]["weight"], expected["state_weight_gradient"])
@@ -153,17 +153,20 @@ def test_shapes_of_equal_size_are_found(num_layers: int) -> None:
         ),
     ]
     for base in bases:
-        found = architectures.resize_model(base, 60_000)
-        outside = architectures.count_model_parameters(found).non_embedding
-        if isinstance(found, ModelConfig):
+        small_model = architectures.resize_model(base, 60_000)
+        outside = architectures.count_model_parameters(small_model).non_embedding
+        if isinstance(small_model, ModelConfig):
             assert outside == pytest.approx(60_000, rel=0.01)
-            assert 0.6 < found.mlp_size / found.hidden_size / (21 / 8) < 1.6
-            assert found.hidden_size == found.num_q_heads * found.head_dim
-            assert found.group_size == base.group_size
+            assert 0.6 < small_model.mlp_size / small_model.hidden_size / (21 / 8) < 1.6
+            assert (
+                small_model.hidden_size
+                == small_model.num_q_heads * small_model.head_dim
+            )
+            assert small_model.group_size == base.group_size
         else:
             # The next size on either side is no nearer.
-            for h in (found.hidden_size - 1, found.hidden_size + 1):
-                other = dataclasses.replace(found, hidden_size=h)
+            for h in (small_model.hidden_size - 1, small_model.hidden_size + 1):
+                other = dataclasses.replace(small_model, hidden_size=h)
                 other = architectures.count_model_parameters(other).non_embedding
                 assert abs(other - 60_000) >= abs(outside - 60_000)
         with pytest.raises(ValueError, match="within 5 %"):

@@ -44,8 +44,8 @@ def loss_slowly(params: Any, fixed: Any, rows: np.ndarray) -> tuple[Any, Any]:
         words = row[11:]
         for place in range(4):
             expected = law_behind(fixed, prompt + end[:place])
-            found = law_behind(params, prompt + guess[:place])
-            far.append(jnp.sum(jnp.exp(expected) * (expected - found)))
+            logprobs = law_behind(params, prompt + guess[:place])
+            far.append(jnp.sum(jnp.exp(expected) * (expected - logprobs)))
         for place in range(1, 5):
             text.append(-law_behind(params, words[:place])[words[place]])
     far = jnp.stack(far).mean()
@@ -77,12 +77,12 @@ def test_the_loss_and_its_gradient_are_those_of_a_loop() -> None:
 
 def test_records_are_read_whole_each_once_an_epoch() -> None:
     text = np.arange(50, dtype=np.uint16)
-    found = [
+    trajectories = [
         Trajectory([100 + i] * 3, np.array([[i] * 4, [9] * 4, [60 + i] * 4]))
         for i in range(6)
     ]
     sizes: Any = {"text_tokens": 5, "seed": 1}
-    stream = make_records(found, text, num_guesses=9, **sizes)
+    stream = make_records(trajectories, text, num_guesses=9, **sizes)
     size = OBJECTIVE.record_tokens
     rows = stream.reshape(-1, size)
     # The final block is not an intermediate guess.
@@ -91,8 +91,8 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
     )
     assert (rows[:, 3:7] == rows[:, :1] - 40).all()
     assert (np.diff(rows[:, 11:], axis=1) == 1).all()
-    assert len(make_records(found, text, num_guesses=1, **sizes)) == 6 * size
-    seen = [
+    assert len(make_records(trajectories, text, num_guesses=1, **sizes)) == 6 * size
+    windows = [
         np.asarray(
             streams.draw_windows(
                 jnp.asarray(stream),
@@ -105,7 +105,7 @@ def test_records_are_read_whole_each_once_an_epoch() -> None:
         )[:, :size]
         for i in range(3)
     ]
-    assert {*map(tuple, np.concatenate(seen))} == {*map(tuple, rows)}
+    assert {*map(tuple, np.concatenate(windows))} == {*map(tuple, rows)}
 
 
 def constant_texts(num: int, size: int, seed: int) -> np.ndarray:
@@ -122,12 +122,12 @@ def trained(config: TrainConfig, stream: np.ndarray, **how: Any) -> Any:
 
 def guesses_of(params: Any, prompts: np.ndarray, num: int, model: Any) -> np.ndarray:
     """Guesses of every iteration, by the definition."""
-    found = [np.zeros((len(prompts), num), np.int32)]
+    guesses = [np.zeros((len(prompts), num), np.int32)]
     for _ in range(num + 1):
-        tokens = np.concatenate([prompts, found[-1]], axis=1).astype(np.int32)
+        tokens = np.concatenate([prompts, guesses[-1]], axis=1).astype(np.int32)
         logits = models.logits(params, jnp.asarray(tokens), config=model)
-        found.append(np.argmax(logits, axis=-1)[:, prompts.shape[1] - 1 : -1])
-    return np.stack(found, axis=1).astype(np.int32)
+        guesses.append(np.argmax(logits, axis=-1)[:, prompts.shape[1] - 1 : -1])
+    return np.stack(guesses, axis=1).astype(np.int32)
 
 
 def steps_of(guesses: np.ndarray) -> float:
@@ -154,10 +154,10 @@ def test_a_model_learns_to_predict_a_block_in_one_iteration() -> None:
     text = constant_texts(400, 24, 0).reshape(-1)
     before = trained(config, text)
     prompts = constant_texts(24, 4, 1)
-    found = guesses_of(before.params, prompts, 8, model)
-    took = steps_of(found)
+    guesses = guesses_of(before.params, prompts, 8, model)
+    took = steps_of(guesses)
     stream = make_records(
-        [*map(Trajectory, prompts.tolist(), found)],
+        [*map(Trajectory, prompts.tolist(), guesses)],
         text,
         num_guesses=8,
         text_tokens=12,

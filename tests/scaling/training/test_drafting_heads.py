@@ -40,16 +40,16 @@ def guessed_texts(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Texts that the heads partly guess, their guesses, and the model's predictions."""
     heads = HEADS[kind]
     rng = np.random.default_rng(6)
-    own = weights_of(heads)
+    head_params = weights_of(heads)
     target = engines.params()
 
     @jax.jit
     def guess(tokens: Any) -> Any:
-        found = drafting_heads.read_target(target, tokens, heads)
+        target_outputs = drafting_heads.read_target(target, tokens, heads)
         guess_logits = drafting_heads.head_guesses(
-            own, target, tokens, found, heads=heads, depth=DEPTH
+            head_params, target, tokens, target_outputs, heads=heads, depth=DEPTH
         )
-        return guess_logits, found.logits
+        return guess_logits, target_outputs.logits
 
     tokens = rng.integers(0, 61, (3, 20)).astype(np.int32)
     for place in range(4, 20):
@@ -86,22 +86,23 @@ def test_the_score_equals_steps_of_decoding(kind: str, start: int) -> None:
     hits = np.zeros((DEPTH, 4))
     num_steps = 0
     for row, text in enumerate(tokens.tolist()):
-        known = start + 1
-        while known + DEPTH <= len(text):
-            drafts = [best[d, row, known - 1 + d].tolist() for d in range(DEPTH)]
+        num_known = start + 1
+        while num_known + DEPTH <= len(text):
+            drafts = [best[d, row, num_known - 1 + d].tolist() for d in range(DEPTH)]
             right = [
-                [x == text[known + d] for x in each] for d, each in enumerate(drafts)
+                [x == text[num_known + d] for x in candidates]
+                for d, candidates in enumerate(drafts)
             ]
             hits += right
             num_steps += 1
-            known += 1
-            for each in right:
-                if not each[0]:
+            num_known += 1
+            for flags in right:
+                if not flags[0]:
                     break
-                known += 1
+                num_known += 1
     assert num_steps > 20
     assert hits[:, 0].sum() > 0
-    found = drafting_heads.acceptance_rates(
+    rates = drafting_heads.acceptance_rates(
         weights_of(HEADS[kind]),
         engines.params(),
         tokens,
@@ -111,7 +112,7 @@ def test_the_score_equals_steps_of_decoding(kind: str, start: int) -> None:
         start=start,
         batch_size=2,
     )
-    np.testing.assert_allclose(found, hits / num_steps, atol=1e-9)
+    np.testing.assert_allclose(rates, hits / num_steps, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -164,14 +165,14 @@ def test_heads_learn_and_the_model_does_not(kind: str, tmp_path: Path) -> None:
     target = init_params(LEARNT, jax.random.key(1))
     target["embed"]["weight"] *= 20
     before = jax.tree.map(np.array, target)
-    found = drafting_heads.train_heads(how, heads, target, corpus)
-    assert found.status == "done"
-    assert [line["step"] for line in found.curve] == [10, 20, 30, 40]
-    assert found.curve[-1]["tokens"] == 40 * 4 * 24
-    assert found.curve[-1]["loss"] < 0.9 * found.curve[0]["loss"]
+    head_run = drafting_heads.train_heads(how, heads, target, corpus)
+    assert head_run.status == "done"
+    assert [line["step"] for line in head_run.curve] == [10, 20, 30, 40]
+    assert head_run.curve[-1]["tokens"] == 40 * 4 * 24
+    assert head_run.curve[-1]["loss"] < 0.9 * head_run.curve[0]["loss"]
     jax.tree.map(np.testing.assert_array_equal, before, target)
     again = drafting_heads.train_heads(how, heads, target, corpus)
-    jax.tree.map(np.testing.assert_array_equal, found.params, again.params)
+    jax.tree.map(np.testing.assert_array_equal, head_run.params, again.params)
 
 
 def test_a_stopped_run_has_its_status(tmp_path: Path) -> None:
@@ -179,8 +180,10 @@ def test_a_stopped_run_has_its_status(tmp_path: Path) -> None:
     how = recipe(texts.write_functions(tmp_path / "text"), 40)
     target = init_params(LEARNT, jax.random.key(1))
     corpus = open_corpus(how.run.corpus)
-    found = drafting_heads.train_heads(how, heads, target, corpus, progress=Stopping(0))
-    assert (found.status, found.curve) == ("stopped", [])
+    head_run = drafting_heads.train_heads(
+        how, heads, target, corpus, progress=Stopping(0)
+    )
+    assert (head_run.status, head_run.curve) == ("stopped", [])
 
 
 @pytest.mark.parametrize(("depth", "decay"), [(0, 0.8), (1, 0.0), (1, 1.5)])

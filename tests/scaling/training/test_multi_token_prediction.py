@@ -59,8 +59,8 @@ def test_logits_and_loss_equal_the_reference() -> None:
         targets = window[1:]
         wanted = ahead_reference.reference_logits(params, tokens, config)
         for depth, logits in enumerate(wanted):
-            found = outputs[depth].logits[index]
-            np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-4)
+            depth_logits = outputs[depth].logits[index]
+            np.testing.assert_allclose(depth_logits, logits, rtol=1e-4, atol=1e-4)
             # Equation 24: module k predicts from token k on, over all tokens.
             for place in range(depth, seq):
                 law = logits[place] - logits[place].max()
@@ -110,11 +110,14 @@ def test_a_mesh_gives_the_gradient_of_one_device(fields: Any) -> None:
     params = params_of(config)
     windows = jnp.asarray(WINDOWS, jnp.int32)
     placed = place_training_tree(config, layout, params)
-    found = []
-    for how, each in ((StepConfig(), params), (StepConfig(layout=layout), placed)):
+    step_outputs = []
+    for how, step_params in (
+        (StepConfig(), params),
+        (StepConfig(layout=layout), placed),
+    ):
         run = jax.jit(divided_gradient(config, how, OBJECTIVE))
-        found.append(run(each, windows))
-    (loss, wanted), (divided, grads) = found
+        step_outputs.append(run(step_params, windows))
+    (loss, wanted), (divided, grads) = step_outputs
     np.testing.assert_allclose(divided, loss, rtol=1e-5)
     grads = gather_tree(config, layout, grads)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):

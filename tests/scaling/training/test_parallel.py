@@ -118,15 +118,15 @@ def check(
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
     grads = gather_tree(config, divided, grads)
-    (_, whole), expected = jax.value_and_grad(
+    (_, expected_loss), expected = jax.value_and_grad(
         lambda params: objectives.mean_loss(params, windows, model=config),
         has_aux=True,
     )(params)
-    np.testing.assert_allclose(loss, whole, rtol=1e-5)
-    for found, one in zip(
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for grad, one in zip(
         jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True
     ):
-        np.testing.assert_allclose(found, one, rtol=0, atol=1e-4 * np.abs(one).max())
+        np.testing.assert_allclose(grad, one, rtol=0, atol=1e-4 * np.abs(one).max())
     if config.num_layers > 1:
         check_bytes(config, divided, program, remat=remat)
 
@@ -135,13 +135,19 @@ def check_bytes(
     config: ModelConfig, layout: Any, program: Any, *, remat: bool = False
 ) -> None:
     """Checks that the bytes sent by the program equal those of the formulas."""
-    found = find_collectives(str(program.as_text()))
-    assert all(each.is_sure for each in found)
+    exchanges = find_collectives(str(program.as_text()))
+    assert all(exchange.is_sure for exchange in exchanges)
     formula = formula_of(config, layout, remat=remat)
-    assert sum(each.sent(rank=1) for each in found) == formula
+    assert sum(exchange.sent(rank=1) for exchange in exchanges) == formula
     # Only the loss itself is extra: a number from every device.
-    rest = [each for each in found if each.sent() and not each.sent(rank=1)]
-    assert all(kind == "f32" and not sides for x in rest for kind, sides in x.shapes)
+    small_exchanges = [
+        exchange
+        for exchange in exchanges
+        if exchange.sent() and not exchange.sent(rank=1)
+    ]
+    assert all(
+        kind == "f32" and not sides for x in small_exchanges for kind, sides in x.shapes
+    )
 
 
 def formula_of(config: ModelConfig, layout: Any, *, remat: bool = False) -> float:
@@ -155,7 +161,7 @@ def formula_of(config: ModelConfig, layout: Any, *, remat: bool = False) -> floa
         gradient_bytes=4,
         remat=remat,
     )
-    return sum(each.forward + each.backward for each in formula)
+    return sum(term.forward + term.backward for term in formula)
 
 
 @pytest.mark.parametrize("layout", one_quick(QUICK))
@@ -253,8 +259,8 @@ def test_mixtures_too(layout: str, fields: dict[str, Any]) -> None:
         ("tp=2,sp", {}),
         ("ring=2,ulysses=2", {}),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
                 ("tp=4,dp=2", {}),
                 ("tp=2", {"num_layers": 4}),
                 ("ulysses=2", {"num_layers": 4}),
@@ -304,8 +310,8 @@ def test_bytes_of_micro_batches_one_after_another() -> None:
     """Gradients of weights are exchanged once, other tensors twice."""
     layout = parse_layout("tp=2,sp,dp=2")
     program = compiled(MODEL, layout, accumulation=2)
-    found = find_collectives(str(program.as_text()))
-    assert {each.trips for each in found} == {1, 2}
+    exchanges = find_collectives(str(program.as_text()))
+    assert {exchange.trips for exchange in exchanges} == {1, 2}
     formula = training_traffic(
         describe_config(MODEL),
         layout,
@@ -315,30 +321,30 @@ def test_bytes_of_micro_batches_one_after_another() -> None:
         gradient_bytes=4,
         micro_batches=2,
     )
-    expected = sum(each.forward + each.backward for each in formula)
-    assert sum(each.sent(rank=1) for each in found) == expected
+    expected = sum(term.forward + term.backward for term in formula)
+    assert sum(exchange.sent(rank=1) for exchange in exchanges) == expected
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "way", ["gather_rows", pytest.param("exchange", marks=pytest.mark.slow)]
+    "function_name", ["gather_rows", pytest.param("exchange", marks=pytest.mark.slow)]
 )
 def test_an_extra_exchange_is_counted(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    function_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bug gathers rows twice, in every mixture."""
-    whole = getattr(experts, way)
+    original = getattr(experts, function_name)
 
     def wasteful(x: Any, *args: Any, **how: Any) -> Any:
         more = jax.lax.all_gather(jax.lax.stop_gradient(x * 2), "expert", tiled=True)
-        return whole(x, *args, **how) + 1e-9 * more[: len(x)]
+        return original(x, *args, **how) + 1e-9 * more[: len(x)]
 
-    replace(monkeypatch, experts, way, wasteful)
-    how = {"gather_rows": "ep=2,gather", "exchange": "ep=2,capacity=4"}[way]
+    replace(monkeypatch, experts, function_name, wasteful)
+    how = {"gather_rows": "ep=2,gather", "exchange": "ep=2,capacity=4"}[function_name]
     layout = parse_layout(how)
     config = dataclasses.replace(MODEL, **MIXTURE)
-    found = find_collectives(str(compiled(config, layout).as_text()))
-    sent = sum(each.sent(rank=1) for each in found)
+    exchanges = find_collectives(str(compiled(config, layout).as_text()))
+    sent = sum(exchange.sent(rank=1) for exchange in exchanges)
     rows = BATCH // 2 * SEQ
     more = rows * MODEL.hidden_size * 4 * MODEL.num_layers
     assert sent - formula_of(config, layout) == more
@@ -380,8 +386,8 @@ def test_a_ring_is_fair() -> None:
     """Under a causal mask every device of a zigzag has as many pairs to compute."""
     order = zigzag_order(48, ring=4).reshape(4, -1)
     assert sorted(order.reshape(-1).tolist()) == list(range(48))
-    seen = (order + 1).sum(axis=1)
-    assert len({*seen.tolist()}) == 1
+    num_keys = (order + 1).sum(axis=1)
+    assert len({*num_keys.tolist()}) == 1
 
 
 def test_more_devices_than_there_are_is_refused() -> None:

@@ -34,9 +34,9 @@ LEARNED: dict[str, Any] = {"positions": "learned", "tie_embeddings": False}
 def test_every_micro_batch_goes_through_every_stage(
     stages: int, micro: int, kind: Literal["gpipe", "1f1b"]
 ) -> None:
-    found = pipeline.make_pipeline_schedule(stages, micro, kind)
+    schedule = pipeline.make_pipeline_schedule(stages, micro, kind)
     when = {}
-    for name, table in (("forward", found.forward), ("backward", found.backward)):
+    for name, table in (("forward", schedule.forward), ("backward", schedule.backward)):
         for stage in range(stages):
             ticks = {m: t for t, m in enumerate(table[:, stage]) if m >= 0}
             assert sorted(ticks) == list(range(micro))
@@ -49,11 +49,11 @@ def test_every_micro_batch_goes_through_every_stage(
         last = stages - 1
         assert when["backward", last, m] >= when["forward", last, m]
     for stage in range(stages):
-        under_way = (found.forward[:, stage] >= 0).cumsum()
-        done = np.concatenate([[0], (found.backward[:, stage] >= 0).cumsum()[:-1]])
-        assert (under_way - done).max() <= found.num_stored
+        under_way = (schedule.forward[:, stage] >= 0).cumsum()
+        done = np.concatenate([[0], (schedule.backward[:, stage] >= 0).cumsum()[:-1]])
+        assert (under_way - done).max() <= schedule.num_stored
     bubble = (stages - 1) / (micro + stages - 1)
-    assert found.idle_share == pytest.approx(bubble, abs=1e-12)
+    assert schedule.idle_share == pytest.approx(bubble, abs=1e-12)
 
 
 def test_1f1b_keeps_no_more_micro_batches_than_stages_ask_for() -> None:
@@ -72,16 +72,16 @@ def check(layout: str, kind: Any, num_micro: int, **fields: Any) -> None:
     run = jax.jit(divided_gradient(config, how))
     program = run.lower(placed, windows).compile()
     loss, grads = program(placed, windows)
-    (_, whole), expected = jax.value_and_grad(
+    (_, expected_loss), expected = jax.value_and_grad(
         lambda params: objectives.mean_loss(params, windows, model=config),
         has_aux=True,
     )(params)
-    np.testing.assert_allclose(loss, whole, rtol=1e-5)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     grads = param_forms.unstack_layers(config, jax.tree.map(np.asarray, grads))
-    for found, one in zip(
+    for grad, one in zip(
         jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True
     ):
-        np.testing.assert_allclose(found, one, rtol=0, atol=1e-4 * np.abs(one).max())
+        np.testing.assert_allclose(grad, one, rtol=0, atol=1e-4 * np.abs(one).max())
     check_bytes(config, how, program)
 
 
@@ -108,19 +108,19 @@ def of_program(program: Any, how: StepConfig) -> dict[str, float]:
     table = pipeline.make_pipeline_schedule(
         how.layout.pipeline, how.accumulation, how.schedule
     )
-    found = dict.fromkeys(collectives.COLLECTIVE_KINDS, 0.0)
-    for each in collectives.find_collectives(str(program.as_text())):
-        assert each.trips in (1, len(table.forward))
-        share = 1.0 if each.is_sure else how.accumulation / len(table.forward)
-        found[each.kind] += each.sent(rank=1) * share
-    assert found["collective-permute"]
-    return found
+    sent_by_kind = dict.fromkeys(collectives.COLLECTIVE_KINDS, 0.0)
+    for exchange in collectives.find_collectives(str(program.as_text())):
+        assert exchange.trips in (1, len(table.forward))
+        share = 1.0 if exchange.is_sure else how.accumulation / len(table.forward)
+        sent_by_kind[exchange.kind] += exchange.sent(rank=1) * share
+    assert sent_by_kind["collective-permute"]
+    return sent_by_kind
 
 
 def by_formulas(config: ModelConfig, how: StepConfig) -> dict[str, float]:
     """Returns the same by `traffic`, by scheme."""
-    found: dict[str, float] = {}
-    for each in training_traffic(
+    sent_by_scheme: dict[str, float] = {}
+    for term in training_traffic(
         describe_config(config),
         how.layout,
         batch=len(WINDOWS) // how.layout.data // how.accumulation,
@@ -130,9 +130,9 @@ def by_formulas(config: ModelConfig, how: StepConfig) -> dict[str, float]:
         micro_batches=how.accumulation,
         schedule=how.schedule,
     ):
-        sent = each.forward + each.backward
-        found[each.scheme] = found.get(each.scheme, 0.0) + sent
-    return found
+        sent = term.forward + term.backward
+        sent_by_scheme[term.scheme] = sent_by_scheme.get(term.scheme, 0.0) + sent
+    return sent_by_scheme
 
 
 def compiled(config: ModelConfig, how: StepConfig) -> Any:
@@ -160,11 +160,11 @@ def test_bytes_are_those_of_formulas_and_grow_with_the_layers(
 ) -> None:
     """Idle ticks, tables, and recomputed layers; for two layers and for four."""
     how = StepConfig(layout=parse_layout(layout), accumulation=2, schedule=kind)
-    each = []
+    byte_counts = []
     for num_layers in (2, 4):
         config = dataclasses.replace(MODEL, num_layers=num_layers, **fields)
-        each.append(check_bytes(config, how, compiled(config, how)))
-    (sent, expected), (more, more_expected) = each
+        byte_counts.append(check_bytes(config, how, compiled(config, how)))
+    (sent, expected), (more, more_expected) = byte_counts
     # Transfers between stages and tables' gradients are the same for more layers.
     assert more["collective-permute"] == sent["collective-permute"]
     assert more_expected["tables"] == expected["tables"]
@@ -177,10 +177,10 @@ def test_bytes_are_those_of_formulas_and_grow_with_the_layers(
 def test_an_extra_exchange_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug is a stage that sends unused data in each tick."""
     how = StepConfig(layout=parse_layout("pp=2"), accumulation=2)
-    whole = pipeline._Run._pass
+    original = pipeline._Run._pass
 
     def wasteful(self: Any, x: Any, on: list[tuple[int, int]]) -> Any:
-        return whole(self, x, on) + 1e-9 * whole(self, x * 2, on)
+        return original(self, x, on) + 1e-9 * original(self, x * 2, on)
 
     monkeypatch.setattr(pipeline._Run, "_pass", wasteful)
     sent = of_program(compiled(MODEL, how), how)

@@ -74,15 +74,15 @@ def all_files(folder: Path) -> list[Path]:
 
 def damages(path: Path, rng: random.Random, num: int = 6) -> Iterator[str]:
     """Damages a file in `num` ways, one after another, and restores it."""
-    whole = path.read_bytes()
-    place = rng.randrange(len(whole))
-    flipped = bytearray(whole)
+    content = path.read_bytes()
+    place = rng.randrange(len(content))
+    flipped = bytearray(content)
     flipped[place] ^= 1 << rng.randrange(8)
     ways = {
         "flipped": bytes(flipped),
-        "cut off": whole[:place],
+        "cut off": content[:place],
         "empty": b"",
-        "longer": whole + b"\n",
+        "longer": content + b"\n",
         "missing": None,
         "a folder": None,
     }
@@ -94,7 +94,7 @@ def damages(path: Path, rng: random.Random, num: int = 6) -> Iterator[str]:
             path.mkdir()
         yield what
         path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-        path.write_bytes(whole)
+        path.write_bytes(content)
 
 
 @pytest.fixture
@@ -172,11 +172,11 @@ def test_every_damaged_file_of_a_paused_sweep_is_named(
     half = branching.PausedRuns(1, lanes, lanes)
     folder = tmp_path / "group"
     paused.save_paused(folder, half)
-    found = paused.load_paused(folder, state)
-    assert found is not None
-    assert found.branch is not None
-    assert raw(found.branch.state) == raw(state)
-    assert found.trunk._replace(state=state, alive=lanes.alive) == lanes
+    paused_sweep = paused.load_paused(folder, state)
+    assert paused_sweep is not None
+    assert paused_sweep.branch is not None
+    assert raw(paused_sweep.branch.state) == raw(state)
+    assert paused_sweep.trunk._replace(state=state, alive=lanes.alive) == lanes
     paths = all_files(folder)
     assert len(paths) > 20
     for path in paths:
@@ -229,9 +229,9 @@ def test_a_run_continues_from_the_newest_whole_checkpoint(
     config: TrainConfig, state: TrainState, begun: Path, rng: random.Random
 ) -> None:
     for resume in ("last", "previous"):
-        found = go_on(config, begun, resume=resume)
-        assert raw(found.state) == raw(state)
-        assert found.curve == [LINE]
+        resumed_run = go_on(config, begun, resume=resume)
+        assert raw(resumed_run.state) == raw(state)
+        assert resumed_run.curve == [LINE]
     path = begun / "checkpoints" / "3" / "state" / "_METADATA"
     for _ in damages(path, rng):
         with refused(f"{path}: is ", "; --resume previous (or deleting "):
@@ -241,8 +241,8 @@ def test_a_run_continues_from_the_newest_whole_checkpoint(
     with pytest.warns(
         UserWarning, match=r"/3/state/_METADATA: is .*; going on from .*"
     ):
-        found = go_on(config, begun, resume="previous")
-    assert (int(found.state.step), found.curve) == (0, [])
+        resumed_run = go_on(config, begun, resume="previous")
+    assert (int(resumed_run.state.step), resumed_run.curve) == (0, [])
     assert names(begun) == ["0"]
     assert (begun / run_folder.CURVE).read_text() == ""
     (begun / "checkpoints" / "0" / files.DIGESTS).unlink()
@@ -266,17 +266,17 @@ def test_files_next_to_the_checkpoints_change_no_run(
     for name in ("config.json", run_folder.CURVE):
         path = begun / name
         num_refused = 0
-        whole = path.read_bytes()
+        content = path.read_bytes()
         for what in damages(path, rng):
-            found, line = outcome(go_on, config, begun)
-            if found is None:
+            resumed_run, line = outcome(go_on, config, begun)
+            if resumed_run is None:
                 assert str(path) in line or "holds another run" in line
                 num_refused += 1
             else:
                 assert what != "missing" or name == run_folder.CURVE
-                assert raw(found.state) == raw(state)
-                assert found.curve == [LINE]
-        assert path.read_bytes() == whole
+                assert raw(resumed_run.state) == raw(state)
+                assert resumed_run.curve == [LINE]
+        assert path.read_bytes() == content
         assert num_refused >= 4 if name == "config.json" else num_refused == 1
 
 
@@ -297,8 +297,8 @@ def test_another_layout_resumes_the_same_bits(
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
     message = r"up to 3 were divided as num_processes=1, later ones as tensor=2,data=2"
     with pytest.warns(UserWarning, match=message):
-        found = go_on(divided, begun)
-    assert raw(found.state) == raw(state)
+        resumed_run = go_on(divided, begun)
+    assert raw(resumed_run.state) == raw(state)
     assert raw(go_on(config, begun).state) == raw(state)
 
 
@@ -345,13 +345,15 @@ def test_losses_after_a_change_of_layout_agree(
     layout = parse_layout("tp=2,dp=2", zero=1)
     divided = dataclasses.replace(config, how=StepConfig(layout=layout))
     with pytest.warns(UserWarning, match="agree with those of the unbroken run"):
-        found = training.train(divided, out)
-    assert found.status == "done"
-    for line, expected in zip(found.curve, unbroken.curve, strict=True):
+        resumed_run = training.train(divided, out)
+    assert resumed_run.status == "done"
+    for line, expected in zip(resumed_run.curve, unbroken.curve, strict=True):
         assert line["step"] == expected["step"]
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    kept = json.loads((out / "checkpoints" / "12" / run_folder.RUN_FILE).read_text())
-    assert [each["first_step"] for each in kept["divided"]] == [0, 4]
+    run_fields = json.loads(
+        (out / "checkpoints" / "12" / run_folder.RUN_FILE).read_text()
+    )
+    assert [piece["first_step"] for piece in run_fields["divided"]] == [0, 4]
 
 
 @pytest.mark.parametrize(
@@ -369,7 +371,7 @@ def test_no_damage_ends_in_other_weights(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Damages any file of a folder: an error names it, or the run is unchanged."""
-    whole = training.train(config, tmp_path / "whole")
+    full_run = training.train(config, tmp_path / "whole")
     out = tmp_path / "out"
     num_refused = 0
     paths = [x.relative_to(tmp_path / "whole") for x in all_files(tmp_path / "whole")]
@@ -378,12 +380,12 @@ def test_no_damage_ends_in_other_weights(
         shutil.copytree(tmp_path / "whole", out)
         name = rng.choice(paths)
         what = next(damages(out / name, rng, 1))
-        found, line = outcome(training.train, config, out)
-        if found is None:
+        resumed_run, line = outcome(training.train, config, out)
+        if resumed_run is None:
             assert str(out) in line, (name, what)
             num_refused += 1
         else:
-            assert raw(found.state) == raw(whole.state), (name, what)
-            assert found.curve == whole.curve, (name, what)
+            assert raw(resumed_run.state) == raw(full_run.state), (name, what)
+            assert resumed_run.curve == full_run.curve, (name, what)
     assert num_refused > num // 5  # found at once, or not read yet
     assert capfd.readouterr().err == ""

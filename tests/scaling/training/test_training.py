@@ -104,9 +104,9 @@ def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["56", "60"]
 
 
-def assert_same_run(found: TrainResult, expected: TrainResult) -> None:
-    assert equal(found.params, expected.params)
-    assert without_time(found.curve) == without_time(expected.curve)
+def assert_same_run(run: TrainResult, expected: TrainResult) -> None:
+    assert equal(run.params, expected.params)
+    assert without_time(run.curve) == without_time(expected.curve)
 
 
 NUM_TOKENS = 50_000
@@ -205,11 +205,11 @@ def test_a_full_disk_raises_an_error_and_keeps_the_checkpoints(
 
 @pytest.mark.thorough
 def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) -> None:
-    whole = training.train(config, tmp_path / "whole")
+    full_run = training.train(config, tmp_path / "whole")
     trunk = dataclasses.replace(config, num_steps=8, cooldown_steps=0)
     at = training.train(trunk, tmp_path / "trunk").checkpoint
     branch = training.train(config, tmp_path / "branch", start=at)
-    assert equal(branch.params, whole.params)
+    assert equal(branch.params, full_run.params)
     # Its curve counts its own tokens.
     assert branch.curve[-1]["tokens"] == 4 * 4 * 16
     longer = dataclasses.replace(config, seq_len=32, batch_size=2)
@@ -248,16 +248,16 @@ def test_a_run_in_memory_is_the_one_on_disk(
     assert equal(in_memory.state, on_disk.state)
     # It stops at steps without a checkpoint.
     assert [line["step"] for line in in_memory.curve] == [3, 6, 9, 12]
-    known = {line["step"]: line["loss"] for line in on_disk.curve}
-    assert in_memory.curve[0]["loss"] == known[3]
+    losses = {line["step"]: line["loss"] for line in on_disk.curve}
+    assert in_memory.curve[0]["loss"] == losses[3]
     progress = Stopping(2, "show")
     half = train_in_memory(config, corpus, progress=progress)
     assert half.status == "stopped"
     assert progress.done == [3 * 64, 6 * 64]
-    rest = train_in_memory(config, corpus, start=half.state)
-    assert equal(rest.state, on_disk.state)
-    assert rest.curve[-1]["tokens"] == 6 * 64
-    assert [x["loss"] for x in half.curve + rest.curve] == [
+    second_half = train_in_memory(config, corpus, start=half.state)
+    assert equal(second_half.state, on_disk.state)
+    assert second_half.curve[-1]["tokens"] == 6 * 64
+    assert [x["loss"] for x in half.curve + second_half.curve] == [
         x["loss"] for x in in_memory.curve
     ]
     with pytest.raises(ValueError, match=r"must be at least corpus\.vocab_size=300"):
@@ -307,8 +307,8 @@ def test_muon_takes_matrices_and_adam_the_rest() -> None:
     assert singular.shape == (4, 8)
     assert ((0.5 < singular) & (singular < 1.5)).all()
     # Adam's first step has the same size for each parameter.
-    for found in (layer["qkv"]["bias"], updates["embed"]["weight"]):
-        size = np.abs(np.asarray(found))
+    for leaf in (layer["qkv"]["bias"], updates["embed"]["weight"]):
+        size = np.abs(np.asarray(leaf))
         np.testing.assert_allclose(size, np.full_like(size, size.mean()), rtol=1e-2)
 
 
@@ -316,8 +316,8 @@ def test_score_counts_every_byte_and_end_once(tmp_path: Path) -> None:
     texts = [b"abcdefg", b"x", b"0123456789abcde"]
     documents = [Document(str(t), tmp_path, t) for t in texts]
     windows, counts = objectives.cut_windows(documents, 8)
-    seen = windows[:, 1:][counts]
-    assert seen.tolist() == encode_documents(documents).tolist()
+    scored_tokens = windows[:, 1:][counts]
+    assert scored_tokens.tolist() == encode_documents(documents).tolist()
     assert windows[0, 0] == windows[1, 0] == windows[2, 0] == END_TOKEN
     assert windows[3, 0] == ord("7")
     # A uniform model needs log2(257) bits for each.
@@ -410,10 +410,10 @@ def test_a_killed_process_loses_at_most_the_interval(
         process.send_signal(signal.SIGKILL)
         process.wait()
         reported = json.loads(curve.read_text().splitlines()[num_lines - 1])["step"]
-        kept = [
+        steps = [
             int(p.name) for p in (out / "checkpoints").iterdir() if p.name.isdigit()
         ]
-        assert max(kept, default=0) >= reported - config.checkpoint_every
+        assert max(steps, default=0) >= reported - config.checkpoint_every
     result = training.train(config, out)
     assert_same_run(result, unbroken)
 

@@ -81,8 +81,8 @@ def test_biases_move_by_the_signs_of_the_loads() -> None:
     }
     loads = jnp.asarray([1.0, 0.0, 0.5, 0.5], jnp.float32)
     grads: Any = {"layers": {0: {"router": dict.fromkeys(names, loads)}}}
-    found = training_step.balance_experts(params, grads, 0.25)
-    router = found["layers"][0]["router"]
+    new_params = training_step.balance_experts(params, grads, 0.25)
+    router = new_params["layers"][0]["router"]
     assert router["bias"].tolist() == [-0.25, 0.25, 0.0, 0.0]
     assert not router["weight"].any()
 
@@ -102,7 +102,7 @@ def test_experts_are_balanced_without_a_loss(how: StepConfig) -> None:
     seed = jnp.int32(0)
     schedule = LearningRateSchedule.constant(0.0)
     state = init_train_state(BIASED, optimizer, seed)
-    whole = state.params
+    all_params = state.params
     state = training_step.divide_train_state(state, BIASED, how.layout)
     call = training_step.compiled_steps(BIASED, optimizer, 4, 16, how)
     bias = np.zeros(8)
@@ -117,10 +117,10 @@ def test_experts_are_balanced_without_a_loss(how: StepConfig) -> None:
                 *(jnp.asarray(TEXT), seed, jnp.int32(step)),
                 **{"batch_size": 4, "seq_len": 16, "aligned": False},
             )
-            layers = whole["layers"][1]["mixture"]["router"]
+            layers = all_params["layers"][1]["mixture"]["router"]
             layers["bias"] = jnp.asarray(bias, jnp.float32)
             wanted = jax.jit(models.outputs, static_argnames="config")(
-                whole, windows[:, :-1], config=BIASED
+                all_params, windows[:, :-1], config=BIASED
             ).loads
             np.testing.assert_allclose(loads, wanted, rtol=1e-6)
         bias += 0.125 * np.sign(loads[0].mean() - loads[0])
@@ -136,7 +136,7 @@ def test_experts_are_balanced_without_a_loss(how: StepConfig) -> None:
 @pytest.mark.thorough
 def test_biases_balance_an_uneven_router() -> None:
     """Imbalance after 40 steps falls; with the rate 0 it stays."""
-    found = {}
+    variations = {}
     for rate in (0.0, 0.02):
         experts = dataclasses.replace(EXPERTS, bias_rate=rate)
         model = dataclasses.replace(BIASED, experts=experts)
@@ -146,8 +146,8 @@ def test_biases_balance_an_uneven_router() -> None:
         call = training_step.compiled_steps(model, SGD, 4, 16)
         for num in (40, 10):
             state, info = call(state, jnp.asarray(TEXT), schedule, seed, jnp.int32(num))
-        found[rate] = float(models.imbalance(info.loads).variation[0])
-    assert found[0.02] < 0.4 * found[0.0]
+        variations[rate] = float(models.imbalance(info.loads).variation[0])
+    assert variations[0.02] < 0.4 * variations[0.0]
 
 
 @pytest.mark.parametrize("name", ["transformer", "lstm"])
@@ -238,11 +238,11 @@ def plain() -> tuple[TrainState, float]:
 def test_step_settings_change_only_rounding(how: StepConfig, error: float) -> None:
     (state, loss), (expected, expected_loss) = train(SGD, how, 0.3, 3), plain()
     assert loss == pytest.approx(expected_loss, rel=error)
-    for found, leaf in zip(
+    for state_leaf, leaf in zip(
         jax.tree.leaves(state), jax.tree.leaves(expected), strict=True
     ):
-        assert found.dtype == leaf.dtype
-        np.testing.assert_allclose(found, leaf, rtol=error, atol=error)
+        assert state_leaf.dtype == leaf.dtype
+        np.testing.assert_allclose(state_leaf, leaf, rtol=error, atol=error)
     moved = jax.tree.leaves(state.params)[0] - jax.tree.leaves(expected.params)[0]
     # The 8-bit numbers were really used.
     assert (how.dtype == "float32") or bool(jnp.abs(moved).max() > 1e-7)
@@ -267,7 +267,7 @@ def test_a_mesh_trains_as_one_device(
     optimizer = OptimizerConfig(kind=kind)
     model = DIVISIBLE
     divided = parse_layout(layout, zero=zero)
-    found = []
+    step_outputs = []
     for how in (StepConfig(), StepConfig(layout=divided, accumulation=accumulation)):
         seed = jnp.int32(0)
         schedule = LearningRateSchedule.constant(1e-3)
@@ -279,11 +279,13 @@ def test_a_mesh_trains_as_one_device(
             jax.tree.leaves(state), jax.tree.leaves(new), strict=True
         ):
             assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
-        found.append((info.loss, gather_tree(model, how.layout, new), new))
-    (loss, expected, _), (one, whole, parts) = found
+        step_outputs.append((info.loss, gather_tree(model, how.layout, new), new))
+    (loss, expected, _), (one, gathered_params, parts) = step_outputs
     assert float(one) == pytest.approx(float(loss), rel=1e-5)
-    assert jax.tree.structure(whole) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(gathered_params) == jax.tree.structure(expected)
+    for a, b in zip(
+        jax.tree.leaves(gathered_params), jax.tree.leaves(expected), strict=True
+    ):
         # AdamW divides by a number that may be almost zero.
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5)
     if zero:
@@ -310,14 +312,14 @@ def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
     call = training_step.compiled_steps(
         model, optimizer, 4, 16, StepConfig(layout=layout)
     )
-    given = (
+    operands = (
         state,
         jnp.asarray(TEXT),
         LearningRateSchedule.constant(1e-3),
         seed,
         jnp.int32(1),
     )
-    found = find_collectives(str(call.lower(*given).compile().as_text()))
+    exchanges = find_collectives(str(call.lower(*operands).compile().as_text()))
     formula = training_traffic(
         describe_config(model),
         layout,
@@ -326,9 +328,12 @@ def test_divided_moments_cost_the_bytes_of_the_formula() -> None:
         number_bytes=4,
         gradient_bytes=4,
     )
-    expected = sum(each.forward + each.backward for each in formula)
+    expected = sum(term.forward + term.backward for term in formula)
     # (The loop over steps has a trip count that is data: its body counts once.)
-    assert sum(each._replace(trips=1).sent(rank=1) for each in found) == expected
+    assert (
+        sum(exchange._replace(trips=1).sent(rank=1) for exchange in exchanges)
+        == expected
+    )
 
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:
