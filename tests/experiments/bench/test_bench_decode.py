@@ -67,8 +67,8 @@ def peer(python: Path, kind: str, folder: Path) -> experiment.PeerEngine:
 @pytest.mark.slow
 def test_jaxkv_and_installed_peers_are_timed(fake: Path, jaxkv: Command) -> None:
     args = ("bench", "decode", "smoke", "--out", "run", "--peer-python", str(fake))
-    found = document(jaxkv, *args)
-    rows, (*_, ours_too, theirs_too) = found["rows"], found["details"]
+    report = document(jaxkv, *args)
+    rows, (*_, ours_too, theirs_too) = report["rows"], report["details"]
     assert [(row["implementation"], row["batch"]) for row in rows] == [
         ("jaxkv", 1),
         ("transformers", 1),
@@ -112,8 +112,8 @@ def test_a_stopped_run_has_complete_cases() -> None:
     rows = experiment.run(experiment.CONFIGS["smoke"], Impatient())
     assert [row["batch"] for row in rows] == [1]
     assert rows[0]["ratio"] is None
-    for kept in (rows, []):
-        assert smoke.draw(study, kept)
+    for partial_rows in (rows, []):
+        assert smoke.draw(study, partial_rows)
 
 
 def test_a_broken_peer_is_one_line(fake: Path, tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_only_calls_with_full_decode_batches_are_counted() -> None:
         info([[1, 1], [1, 1]]),  # counted, 4 s
         info([[0, 0], [0, 0]]),  # no rows: excluded from the occupancy
     ]
-    found = jaxkv_engine.count_full_batches(calls, infos)
-    assert found == jaxkv_engine.DecodeCount(
+    decode_count = jaxkv_engine.count_full_batches(calls, infos)
+    assert decode_count == jaxkv_engine.DecodeCount(
         6.0, 9, 0.9375
     )  # of 16 slots in 8 steps 15
     with pytest.raises(ValueError, match="no call has every sequence decoding"):
@@ -204,16 +204,16 @@ def test_skipped_prefill_gives_the_state_of_a_real_prefill() -> None:
         assert float(jnp.std(leaf)) == pytest.approx(1, abs=0.1)
     live = state.slots.sequence >= 0
     size = bounds.page_size
-    found = memory.violations(state.pool, state.table, live, page_size=size)
-    assert not any(map(int, jax.tree.leaves(found)))
+    faults = memory.violations(state.pool, state.table, live, page_size=size)
+    assert not any(map(int, jax.tree.leaves(faults)))
     num_told = sum(len(event.tokens) for event in engine.stream())
     assert num_told == 2 * 4
 
 
 def test_ratio_is_the_median_of_round_ratios_with_range() -> None:
     rates = {"jaxkv": [1.0, 4.0, 3.0], "a": [2.0, 1.0, 3.0], "b": [1.0, 2.0, 1.0]}
-    found = experiment._ratio("ratio", rates, "jaxkv")
-    assert found == {"ratio": 1.0, "ratio_range": [0.5, 2.0]}
+    ratios = experiment._ratio("ratio", rates, "jaxkv")
+    assert ratios == {"ratio": 1.0, "ratio_range": [0.5, 2.0]}
     assert experiment._ratio("ratio", rates | {"jaxkv": []}, "jaxkv")["ratio"] is None
 
 

@@ -64,9 +64,11 @@ def call(
             log.append((words[0], *names))
             soft_s, kill_s = limits_s
             assert soft_s <= kill_s <= clock.left_s
-            found, seconds = by_name[words[0]].answer(names, soft_s, kill_s)
+            answer_rows, seconds = by_name[words[0]].answer(names, soft_s, kill_s)
             clock.now_s += seconds
-            yield from ({"seconds": seconds / len(found), **x} for x in found)
+            yield from (
+                {"seconds": seconds / len(answer_rows), **x} for x in answer_rows
+            )
 
         names_of = {x.name: x.names for x in fakes}
         parts = {x.name: (0.5, 10.0, x.at_once) for x in fakes}
@@ -164,10 +166,10 @@ def test_a_worker_answers_until_it_fails_or_is_killed(tmp_path: Path) -> None:
 def test_timeline_equals_hand_computed_values() -> None:
     event = timeline.KernelEvent
     ran = [event("a", 0, 10), event("b", 5, 10), event("a", 30, 10)]
-    found = timeline.summarize_events(ran, 2)
-    assert found["launches_per_step"] == 1.5
-    assert found["busy_share"] == pytest.approx(25 / 40)
-    first = found["kernels"][0]
+    summary = timeline.summarize_events(ran, 2)
+    assert summary["launches_per_step"] == 1.5
+    assert summary["busy_share"] == pytest.approx(25 / 40)
+    first = summary["kernels"][0]
     assert first == {"name": "a", "per_step": 1.0, "seconds_per_step": 10e-9}
     with pytest.raises(ValueError, match="recorded no operation"):
         timeline.summarize_events([], 1)
@@ -177,10 +179,10 @@ def test_timeline_equals_hand_computed_values() -> None:
 def test_a_wrong_kernel_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = checks.check_kernel("tiny", "softcap-decode")
     assert right["implementations"][0]["right"]
-    found = runs.paged_attention
+    original = runs.paged_attention
 
     def wrong(*args: Any, **options: Any) -> Any:
-        state = found(*args, **options)
+        state = original(*args, **options)
         return state._replace(out=state.out * 1.1)
 
     replace(monkeypatch, runs, "paged_attention", wrong)
@@ -207,7 +209,7 @@ def test_formula_checks_detect_seeded_errors(
         monkeypatch.setattr(checks, called, wrong)
         return checks.check_kernel("tiny", name)["implementations"][0]["right"]
 
-    assert output(lambda found: found)
+    assert output(lambda mutant: mutant)
     if name == "rotary-write":
         for field in ("q", "packed_q", "k_pages", "v_pages"):
             assert not output(

@@ -11,8 +11,8 @@ from tests.support.impatience import Impatient
 
 @pytest.mark.thorough
 def test_every_method_has_a_row(jaxkv: Command) -> None:
-    found = document(jaxkv, "bench", "fit", "smoke", "--out", "run")
-    rows = found["rows"]
+    report = document(jaxkv, "bench", "fit", "smoke", "--out", "run")
+    rows = report["rows"]
     assert [row["method"] for row in rows[:3]] == [
         "jaxkv",
         "jaxkv, first call",
@@ -25,7 +25,7 @@ def test_every_method_has_a_row(jaxkv: Command) -> None:
         # All methods end near the same minima; jaxkv exceeds them by rounding only.
         assert row["worst_excess"] < (1e-8 if "jaxkv" in row["method"] else 1e-4)
     assert min(row["worst_excess"] for row in rows) < 1e-9
-    assert found["details"][0]["resamples"] == 20
+    assert report["details"][0]["resamples"] == 20
 
 
 def test_a_stopped_run_has_complete_pieces() -> None:

@@ -78,15 +78,15 @@ def test_bench_kernels_document(
 ) -> None:
     # As on a borrowed machine without tyro.
     monkeypatch.setitem(sys.modules, "tyro", None)
-    found = document(jaxkv, "bench", "kernels", "smoke", "--out", "run")
-    assert found["device"] == "cpu"
-    assert found["ceilings"].keys() == set(Ceilings._fields)
-    rows = found["rows"]
-    absent = found["absent"]
+    document_report = document(jaxkv, "bench", "kernels", "smoke", "--out", "run")
+    assert document_report["device"] == "cpu"
+    assert document_report["ceilings"].keys() == set(Ceilings._fields)
+    rows = document_report["rows"]
+    absent = document_report["absent"]
     assert all(row.keys() >= KEYS for row in rows)
-    known = [spec.name for spec in SETS["tiny"]]
-    *attention, copy, products = known
-    assert list(dict.fromkeys(row["spec"] for row in rows)) == known
+    spec_names = [spec.name for spec in SETS["tiny"]]
+    *attention, copy, products = spec_names
+    assert list(dict.fromkeys(row["spec"] for row in rows)) == spec_names
     for row in rows:
         assert row["seconds"] > 0
         assert row["error"] < 1e-5
@@ -114,10 +114,10 @@ def test_incorrect_or_failing_kernels_are_not_timed(few: Any) -> None:
 
     few(ours=lambda problem: right(problem)._replace(error=lambda: 0.5), theirs=broken)
     result = experiment.run(Config(shapes="tiny", only="decode"))
-    ours, theirs = result[1:]
+    ours, peer_row = result[1:]
     assert ours["note"] == "incorrect result: error=0.5"
-    assert theirs["note"] == "RuntimeError: out of memory"
-    assert ours["seconds"] is ours["ratio"] is theirs["seconds"] is None
+    assert peer_row["note"] == "RuntimeError: out of memory"
+    assert ours["seconds"] is ours["ratio"] is peer_row["seconds"] is None
     assert not experiment.metrics(result)["rows"]
     (_, sheet) = report.summary(result)
     assert isinstance(sheet, Sheet)
@@ -140,8 +140,8 @@ def test_a_stopped_run_has_complete_shapes(few: Any) -> None:
     result = experiment.run(Config(shapes="tiny", num_calls=2), Impatient())
     assert len({row["spec"] for row in result[1:]}) == 1
     assert {row["implementation"] for row in result[1:]} == {"ours", "theirs"}
-    for kept in (result, result[:1]):
-        assert smoke.draw(study, kept)
+    for partial_rows in (result, result[:1]):
+        assert smoke.draw(study, partial_rows)
 
 
 @pytest.mark.thorough
@@ -159,8 +159,8 @@ def test_every_implementation_is_correct_in_every_turn(kind: str) -> None:
             continue
     ours = outs.pop("reference")
     assert len(outs) == 3
-    for theirs in outs.values():
-        for selected, other in zip(ours, theirs, strict=True):
+    for peer_outs in outs.values():
+        for selected, other in zip(ours, peer_outs, strict=True):
             assert jnp.allclose(selected, other, atol=1e-5)
     assert not jnp.allclose(ours[0], ours[1], atol=1e-2)
     assert jnp.array_equal(ours[0], ours[2])
@@ -236,16 +236,16 @@ def test_the_real_script_reports_missing_libraries(few: Any) -> None:
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Returns the calls that would run on an H200, without running them."""
-    asked: list[Any] = []
+    call_args: list[Any] = []
 
     def prepare(*args: Any) -> KernelRun:
-        asked.append(args)
+        call_args.append(args)
         return KernelRun(lambda index: None, lambda: 0.0)
 
     replace(monkeypatch, calls, "make_run", prepare)
     h200 = Target("gpu", "NVIDIA H200", 132, "9.0")
     replace(monkeypatch, devices, "current_target", lambda: h200)
-    return asked
+    return call_args
 
 
 def compiled(prepared: list[Any]) -> list[Any]:
@@ -298,10 +298,14 @@ def test_the_plan_time_is_shared_by_the_layers(
         ours=lambda problem: KernelRun(one, lambda: 0.0, plan=two, merge=three),
         theirs=lambda problem: KernelRun(one, lambda: 0.0, plan_s=32.0),
     )
-    _, ours, theirs = experiment.run(Config(shapes="tiny", only="decode"))
+    _, ours, peer_row = experiment.run(Config(shapes="tiny", only="decode"))
     assert (ours["call_s"], ours["seconds"], ours["merge_s"]) == (1.0, 2.0, 0.25)
-    assert (theirs["call_s"], theirs["seconds"], theirs["merge_s"]) == (1.0, 1.0, None)
-    for row in (ours, theirs):
+    assert (peer_row["call_s"], peer_row["seconds"], peer_row["merge_s"]) == (
+        1.0,
+        1.0,
+        None,
+    )
+    for row in (ours, peer_row):
         assert (row["plan_s"], row["plan_per_layer_s"]) == (32.0, 1.0)
         assert row["t0_s"] == 0.5
     assert ours["ratio"] == 0.5
@@ -326,14 +330,17 @@ def test_the_merge_call_gets_the_kernel_output_shapes(
         tiling=tiling,
     )
     plan = jax.jit(make_plan)(problem.positions, problem.slots)
-    seen: list[Any] = []
+    call_args: list[Any] = []
     replace(
-        monkeypatch, merging, "merge_and_unpack", lambda *given, **_: seen.extend(given)
+        monkeypatch,
+        merging,
+        "merge_and_unpack",
+        lambda *args, **_: call_args.extend(args),
     )
     tilings = KernelTilings(decode=tiling, prefill=tiling)
     runs.make_merge_call(problem, plan, tilings)(0)
     # 2 blocks with room for all 18 tokens and 2 query heads, 40 rows; 3 programs.
-    states, ends = seen[:2]
+    states, ends = call_args[:2]
     assert [x.shape for x in states] == [
         (2, 2, 40, 16),
         (2, 2, 40),
@@ -440,7 +447,7 @@ def test_turns_exceed_the_cache() -> None:
 
 def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The profiler is a fake with the results of a GPU."""
-    seen: list[int] = []
+    indices: list[int] = []
 
     def measure(function: Any, *, aggregate: bool, iterations: int) -> Any:
         # A function that is jitted again would lose its turns.
@@ -455,8 +462,8 @@ def test_kernel_times_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     monkeypatch.setattr(profiler, "measure", measure)
-    timing = _cupti(seen.append, 5)
-    assert seen == [0, 1, 2, 3, 4, 5]
+    timing = _cupti(indices.append, 5)
+    assert indices == [0, 1, 2, 3, 4, 5]
     assert timing is not None
     # Milliseconds 1 to 5.
     assert timing.seconds == pytest.approx(3e-3)

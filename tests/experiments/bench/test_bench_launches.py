@@ -30,10 +30,10 @@ BARS = {
 
 
 def assert_below_the_bars(name: str, result: Launches) -> None:
-    found = [result.per(which) for which in ("layer", "forward", "step")]
+    per_unit = [result.per(which) for which in ("layer", "forward", "step")]
     for path, bars in BARS[name].items():
-        for each, bar in zip(found, bars, strict=True):
-            assert each[path] <= bar, (name, path)
+        for counts_by_path, bar in zip(per_unit, bars, strict=True):
+            assert counts_by_path[path] <= bar, (name, path)
 
 
 @needs_compiler
@@ -145,19 +145,19 @@ def test_the_document_has_each_count_by_path() -> None:
     counts = experiment.count_launches(PLAN, 2)
     waits = experiment.DataDependentLoops.of([("emit/draw", "Conditional", 0)])
     compiled = experiment.CompileTimes.of([(2, 3.0, 1.5), (8, 9.0, 4.5)])
-    found = experiment.metrics(Launches(counts, waits, compiled, False, 0, 1, 1))
-    assert found["per_layer"] == {"greedy": 2, "sampled": 2, "mixed": 0}
-    assert found["per_forward"] == {"greedy": 3, "sampled": 3, "mixed": 1}
-    assert found["per_step"] == {"greedy": 3, "sampled": 4, "mixed": 3}
-    assert found["compile_s"] == 6.0
-    assert found["loops_outside_graphs"] == 1
-    for path, parts in found["parts"].items():
-        assert sum(parts.values()) == found["per_step"][path]
+    metrics = experiment.metrics(Launches(counts, waits, compiled, False, 0, 1, 1))
+    assert metrics["per_layer"] == {"greedy": 2, "sampled": 2, "mixed": 0}
+    assert metrics["per_forward"] == {"greedy": 3, "sampled": 3, "mixed": 1}
+    assert metrics["per_step"] == {"greedy": 3, "sampled": 4, "mixed": 3}
+    assert metrics["compile_s"] == 6.0
+    assert metrics["loops_outside_graphs"] == 1
+    for path, parts in metrics["parts"].items():
+        assert sum(parts.values()) == metrics["per_step"][path]
         assert {"counts", "emit", "other"} < parts.keys()
         # Keys of the document in earlier versions.
-        assert found[path]["step"] == found["per_step"][path]
-        assert found[path]["layer"] == found["per_layer"][path]
-    assert found["compile_8_layers_s"] == 4.5
+        assert metrics[path]["step"] == metrics["per_step"][path]
+        assert metrics[path]["layer"] == metrics["per_layer"][path]
+    assert metrics["compile_8_layers_s"] == 4.5
     output = experiment.summary(Launches(counts, waits, compiled, False, 0, 1, 1))
     assert "per_layer" not in str(output)
 
@@ -176,10 +176,10 @@ def test_prepare_runs_before_devices_are_initialized(
         monkeypatch,
         run_folder,
         "begin_run",
-        lambda *given: (calls.append(2), begin(*given)),
+        lambda *args: (calls.append(2), begin(*args)),
     )
-    whole = experiment_with_all._replace(studies=(made_up,))
-    run.run_study(whole, made_up.configs["smoke"], tmp_path / "out")
+    experiment_with_one = experiment_with_all._replace(studies=(made_up,))
+    run.run_study(experiment_with_one, made_up.configs["smoke"], tmp_path / "out")
     assert calls == [1, 2]
 
 

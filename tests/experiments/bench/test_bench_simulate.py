@@ -85,5 +85,5 @@ def test_python_scheduler_equals_the_simulator() -> None:
 
 @pytest.mark.slow
 def test_every_system_has_a_rate() -> None:
-    found = smoke.run("bench_simulate").metrics
-    assert all(found[name] > 0 for name in scheduler_steps.SPEED_KEYS)
+    metrics = smoke.run("bench_simulate").metrics
+    assert all(metrics[name] > 0 for name in scheduler_steps.SPEED_KEYS)

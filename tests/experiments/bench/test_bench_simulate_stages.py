@@ -56,9 +56,9 @@ def test_a_question_has_the_requests_that_jaxkv_simulates(
     arrival_us, prompt, cached, output, is_measured = map(
         np.array, zip(*question["requests"], strict=True)
     )
-    kept = arrival_us[is_measured]
-    assert 8e6 <= kept.min() < 8.3e6
-    assert 32.7e6 < kept.max() < 33e6
+    measured_us = arrival_us[is_measured]
+    assert 8e6 <= measured_us.min() < 8.3e6
+    assert 32.7e6 < measured_us.max() < 33e6
     assert np.all(np.diff(arrival_us) >= 0)
     assert set(output.tolist()) == {41}
     # A repeated prompt lacks the tokens after its last full block.
@@ -77,9 +77,9 @@ def test_a_trace_shares_whole_prompts(question: dict[str, Any], tmp_path: Path) 
         rows, question["requests"], strict=True
     ):
         shared = int(row["prefix_length"])
-        own = int(row["input_tokens"])
-        assert shared + own == prompt
-        assert 1 <= own <= 16
+        num_unshared = int(row["input_tokens"])
+        assert shared + num_unshared == prompt
+        assert 1 <= num_unshared <= 16
         assert shared >= cached
         assert int(row["arrival_time_us"]) == arrival_us
         assert int(row["output_tokens"]) == output
@@ -99,12 +99,14 @@ def test_blis_answers_for_the_measured_requests(
     question: dict[str, Any], blis: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(blis.parent)
-    found = peer_script.Blis(blis.name, "roofline").answer(question)
-    kept = [i for i, x in enumerate(question["requests"]) if x[4]]
-    assert found["end_to_end_s"] == pytest.approx(0.041)
-    assert found["first_token_s"] == pytest.approx(10e-6 * statistics.median(kept))
-    assert 0 < found["cpu_s"] < 10
-    assert found["seconds"] > 0
+    answers = peer_script.Blis(blis.name, "roofline").answer(question)
+    measured_indices = [i for i, x in enumerate(question["requests"]) if x[4]]
+    assert answers["end_to_end_s"] == pytest.approx(0.041)
+    assert answers["first_token_s"] == pytest.approx(
+        10e-6 * statistics.median(measured_indices)
+    )
+    assert 0 < answers["cpu_s"] < 10
+    assert answers["seconds"] > 0
     (blis / "blis").write_text("#!/bin/sh\necho no such model >&2\nexit 1\n")
     with pytest.raises(ValueError, match="blis: no such model"):
         peer_script.Blis(str(blis), "roofline").answer(question)
@@ -134,8 +136,8 @@ def test_a_batch_settles_at_rate_times_latency() -> None:
 
 def test_stages_are_found_by_the_end_of_their_name() -> None:
     runs = str(STAGES)
-    (found,) = server_stages.find_stages(Config(runs=runs, stages=("7b/0",)))
-    assert found.model == "meta-llama/Llama-2-7b-hf"
+    (server_stage,) = server_stages.find_stages(Config(runs=runs, stages=("7b/0",)))
+    assert server_stage.model == "meta-llama/Llama-2-7b-hf"
     every = server_stages.find_stages(Config(runs=runs, stages=()))
     assert [stage.name for stage in every] == ["made-up-7b/0"]  # one is overloaded
     with pytest.raises(ValueError, match="'/9' must be the end of one of made-up-7b/0"):
@@ -161,18 +163,18 @@ def test_systems_are_compared_on_a_stage(
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
     config = Config(runs=str(STAGES), stages=("7b/0",), draws=3, rounds=2, blis=blis)
     result = server_stages.run(config)
-    found = result.answers
+    table = result.answers
     names = ["jaxkv", "BLIS", "BLIS, roofline"]
-    assert [name.partition(" (")[0] for name in found.system] == names
+    assert [name.partition(" (")[0] for name in table.system] == names
     # The first answer is apart; then medians of the rounds.
-    assert (found.first_s[0], found.seconds[0], found.cpu_s[0]) == (9, 3, 4)
-    assert found.ratio[0] == 1
-    low = found.seconds[1] / 4
-    high = found.seconds[1] / 2
-    assert low < found.ratio[1] < high
-    np.testing.assert_allclose(found.error, np.array([0.4, 0.041, 0.041]) / 0.5 - 1)
-    np.testing.assert_allclose(found.first_error[0], 0, atol=1e-6)
-    assert found.fitted[0].endswith("stages, without this one")
+    assert (table.first_s[0], table.seconds[0], table.cpu_s[0]) == (9, 3, 4)
+    assert table.ratio[0] == 1
+    low = table.seconds[1] / 4
+    high = table.seconds[1] / 2
+    assert low < table.ratio[1] < high
+    np.testing.assert_allclose(table.error, np.array([0.4, 0.041, 0.041]) / 0.5 - 1)
+    np.testing.assert_allclose(table.first_error[0], 0, atol=1e-6)
+    assert table.fitted[0].endswith("stages, without this one")
     assert "one load stage" in str(server_stages.summary(result)[0])
 
 
@@ -189,6 +191,10 @@ def test_a_peer_that_fails_has_its_reason(
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
     (blis / "blis").write_text("#!/bin/sh\necho no config >&2\nexit 1\n")
     config = Config(runs=str(STAGES), stages=("7b/0",), rounds=1, blis=blis)
-    found = server_stages.run(config).answers
-    assert np.isnan(found.seconds[1:]).all()
-    assert [reason.endswith("blis: no config") for reason in found.absent] == [0, 1, 1]
+    answers = server_stages.run(config).answers
+    assert np.isnan(answers.seconds[1:]).all()
+    assert [reason.endswith("blis: no config") for reason in answers.absent] == [
+        0,
+        1,
+        1,
+    ]

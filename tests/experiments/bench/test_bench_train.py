@@ -41,8 +41,8 @@ def test_rows_with_a_peer(jaxkv: Command, monkeypatch: pytest.MonkeyPatch) -> No
     Path("fake.py").write_text(FAKE)
     monkeypatch.setattr(peer_process, "MAIN", Path("fake.py").resolve())
     args = ("bench", "train", "smoke", "--out", "run", "--peer-python", sys.executable)
-    found = document(jaxkv, *args)
-    ours, peer_rows = found["rows"]
+    report = document(jaxkv, *args)
+    ours, peer_rows = report["rows"]
     assert set(ours) == set(peer_rows) == KEYS
     assert [ours["implementation"], peer_rows["implementation"]] == ["jaxkv", "PyTorch"]
     assert peer_rows["tokens_per_s"] == 100
@@ -55,7 +55,7 @@ def test_rows_with_a_peer(jaxkv: Command, monkeypatch: pytest.MonkeyPatch) -> No
     matmul = 2 * 12 * 8 * 8 + 257 * 8
     flops = 6 * matmul + 12 * 2 * 8 * 16 / 2
     assert ours["flops_per_s"] == pytest.approx(flops * ours["tokens_per_s"])
-    details, other = found["details"]
+    details, other = report["details"]
     assert details["absent"] == "PyTorch, compiled: no compiler"
     assert details["mfu"] is None
     assert details["ceiling_flops_per_s"] > 1e8
@@ -73,9 +73,9 @@ def test_a_stopped_run_has_complete_widths() -> None:
     assert [row["width"] for row in rows] == [8]
     assert rows[0]["ratio"] is None
     (study,) = load_experiment("bench_train").studies
-    for kept in (rows, []):
-        assert smoke.draw(study, kept)
-        assert bool(experiment.summary(kept)) == bool(kept)
+    for partial_rows in (rows, []):
+        assert smoke.draw(study, partial_rows)
+        assert bool(experiment.summary(partial_rows)) == bool(partial_rows)
 
 
 @pytest.mark.skipif(

@@ -33,8 +33,8 @@ def test_the_page_lists_every_claim_with_its_verdict(
     jaxkv: Command,
 ) -> None:
     shutil.copytree(results_page.RECORDS / "sharing", "a/run")
-    found = document(jaxkv, "claims", "--folder", ".", "--write", "page.md")
-    [record] = found["records"]
+    report = document(jaxkv, "claims", "--folder", ".", "--write", "page.md")
+    [record] = report["records"]
     assert (record["experiment"], record["config"]) == ("sharing", "real")
     assert record["folder"] == "a/run"
     text = Path("page.md").read_text("utf-8")
@@ -90,8 +90,8 @@ def test_kinds_of_claims_match_their_sources() -> None:
     for folder, claims in recorded().items():
         assert len(claims) == len({x.claim for x in claims}), folder
         for x in claims:
-            own = re.match(r"(our|own|the same|an earlier|the simulator)\b", x.source)
-            assert x.kind == "checks" or own is None, x.claim
+            match = re.match(r"(our|own|the same|an earlier|the simulator)\b", x.source)
+            assert x.kind == "checks" or match is None, x.claim
             assert "published: ours" not in x.note
             if x.kind == "cannot compare":
                 assert x.verdict == "differs"

@@ -13,13 +13,13 @@ def result() -> bounds.Result:
 
 
 def test_bounds_of_the_table(result: bounds.Result) -> None:
-    found = result.latencies
-    assert found.num_devices.tolist() == [9, 1, 1, 1, 1]
+    latencies = result.latencies
+    assert latencies.num_devices.tolist() == [9, 1, 1, 1, 1]
     # 256 x 349.2 GB at 10 x 1,555 GB/s, plus a small part for keys and values.
     weights = 256 * 2 * 174_563_733_504 / 15_550e9
-    assert found.bound_s[0] == pytest.approx(weights, rel=4e-3)
-    assert found.bound_s[0] > weights
-    np.testing.assert_allclose(found.turns_s, found.bound_s * found.used)
+    assert latencies.bound_s[0] == pytest.approx(weights, rel=4e-3)
+    assert latencies.bound_s[0] > weights
+    np.testing.assert_allclose(latencies.turns_s, latencies.bound_s * latencies.used)
 
 
 def test_kv_cache_sizes(result: bounds.Result) -> None:

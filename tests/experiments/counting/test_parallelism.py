@@ -26,10 +26,10 @@ def test_traffic_of_programs_equals_the_formulas(config: Config) -> None:
     off = dataclasses.replace(
         ways, sent_bytes=ways.sent_bytes + 4, params=ways.params - 1
     )
-    found = claims(dataclasses.replace(result, ways=off))
+    changed_claims = claims(dataclasses.replace(result, ways=off))
     noticed = [
         (before.verdict, after.verdict)
-        for before, after in zip(claims(result), found, strict=True)
+        for before, after in zip(claims(result), changed_claims, strict=True)
         if before.ours != after.ours
     ]
     assert noticed == [("holds", "fails")] * (2 * len(config.layouts))

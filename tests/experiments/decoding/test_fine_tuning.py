@@ -53,17 +53,17 @@ def measured(num_other: int) -> Result:
 
 
 def test_claims_on_both_models() -> None:
-    found = measured(0)
-    assert found.models.tokens_per_step.tolist() == [2.0, 4.0]
-    lossless, tuned = fine_tuning.claims(found)
+    tuning_result = measured(0)
+    assert tuning_result.models.tokens_per_step.tolist() == [2.0, 4.0]
+    lossless, tuned = fine_tuning.claims(tuning_result)
     assert (lossless.verdict, lossless.ours) == ("holds", 0)
     assert (tuned.verdict, tuned.ours) == ("differs", 1.5)
     assert "before 0.75" in tuned.claim
     assert fine_tuning.claims(measured(1))[0].verdict == "fails"
-    assert len(fine_tuning.summary(found)) == 2
-    rows = fine_tuning.metrics(found)
+    assert len(fine_tuning.summary(tuning_result)) == 2
+    rows = fine_tuning.metrics(tuning_result)
     assert [row["model"] for row in rows["runs"]] == [BEFORE, AFTER]
-    assert smoke.draw(STUDY, found)
+    assert smoke.draw(STUDY, tuning_result)
 
 
 def test_an_empty_run_has_no_claims() -> None:
@@ -102,5 +102,5 @@ def test_a_small_run_trains_exports_and_evaluates(tmp_path: Path) -> None:
     assert result.trained[-1] == 10
     assert np.isfinite(result.loss).all()
     assert (result.models.steps <= 6).all()
-    made = load_model(folder)
-    assert made.tokenizer is not None
+    tuned_model = load_model(folder)
+    assert tuned_model.tokenizer is not None

@@ -55,37 +55,37 @@ def test_blocks_take_at_most_a_step_per_token_and_equal_plain_decoding() -> None
         ],
         engines.ROOMY,
     )
-    found = blocks.find_jacobi_blocks(loaded(), texts, asks, 9)
-    for i, block in enumerate(found):
+    jacobi_blocks = blocks.find_jacobi_blocks(loaded(), texts, asks, 9)
+    for i, block in enumerate(jacobi_blocks):
         assert block.steps <= 9
         progress = np.diff(block.fixed[: block.steps + 1])
         assert (progress >= 1).all()
         assert block.tokens.tolist() == plain.outcomes[i].tokens[:9]
-    assert max(block.steps for block in found) > 3
+    assert max(block.steps for block in jacobi_blocks) > 3
     first = np.arange(8, dtype=np.int32)
     others = blocks.find_jacobi_blocks(loaded(), texts, asks, 9, first=first)
-    for block, other, token in zip(found, others, first, strict=True):
+    for block, other, token in zip(jacobi_blocks, others, first, strict=True):
         assert (other.guesses[0] == token).all()
         assert (other.tokens == block.tokens).all()
 
 
 def measured(late: int, stuck: int) -> Result:
-    found = BlockTable.of([(8, 0.0, 10, 6.5, 8, late, stuck, 0)])
+    table = BlockTable.of([(8, 0.0, 10, 6.5, 8, late, stuck, 0)])
     picture = BlockTrace.of([([0, 0], 0), ([104, 0], 1), ([104, 105], 2)])
     times = np.array([2e-3, 2e-3]), np.array([1e-3, 1e-3])
     runs = DecodingRuns.of([("Jacobi", 4, 1, 0.0, 100, 150, 400, 50, *times, 150, 2)])
-    return Result(found, picture, runs, output_tokens=200, device="cpu")
+    return Result(table, picture, runs, output_tokens=200, device="cpu")
 
 
 def test_claims_on_counts() -> None:
-    found = measured(1, 3)
-    said = smoke.measured_values(from_text.claims(found))
+    block_result = measured(1, 3)
+    said = smoke.measured_values(from_text.claims(block_result))
     assert sorted(said.values()) == [0.75, 1, 2, 3]
-    judged = from_text.claims(found)
+    judged = from_text.claims(block_result)
     assert [x.verdict for x in judged if x.ours >= 1] == ["fails"] * 3
-    assert found.blocks.tokens_per_step[0] == pytest.approx(8 / 6.5)
-    assert len(from_text.summary(found)) == 2
-    assert smoke.draw(STUDY, found)
+    assert block_result.blocks.tokens_per_step[0] == pytest.approx(8 / 6.5)
+    assert len(from_text.summary(block_result)) == 2
+    assert smoke.draw(STUDY, block_result)
 
 
 @pytest.mark.slow

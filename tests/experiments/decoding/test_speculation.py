@@ -37,10 +37,10 @@ def test_steps_counted_by_hand() -> None:
     fields |= {"num_emitted": emitted, "num_drafts": drafts}
     info = StepInfo(**fields)
     times = [CallTimes(0.0, ready_s, ready_s, True) for ready_s in (1.0, 3.5, 4.0)]
-    found = serving.count_decoding(info, times, 2)
+    counts = serving.count_decoding(info, times, 2)
     # The first token of each slot comes from its prefill, and the first slot is empty
     # in the last step: 4 steps and 5 steps.
-    assert found == serving.DecodeCounts(
+    assert counts == serving.DecodeCounts(
         steps=4 + 4,
         emitted=(2 + 3 + 1 + 1) + (1 + 2 + 1 + 2),
         drafted=(2 + 2 + 2 + 0) + (2 + 2 + 1 + 1),
@@ -49,16 +49,16 @@ def test_steps_counted_by_hand() -> None:
         call_steps=2,
     )
     plain = serving.count_decoding(info._replace(num_drafts=None), times, 2)
-    assert plain == found._replace(drafted=0)
-    assert found.plus(plain).steps == 16
+    assert plain == counts._replace(drafted=0)
+    assert counts.plus(plain).steps == 16
 
 
 def measured(*rows: tuple[Any, ...]) -> Result:
     """Returns a result with 100 steps and two rounds per method."""
     times = [3e-3, 2e-3], [1e-3, 1e-3]
     runs = [
-        (way, num, batch, 0.0, 100, emitted, 100 * num, 50, *times, emitted, other)
-        for way, num, batch, emitted, other in rows
+        (method, num, batch, 0.0, 100, emitted, 100 * num, 50, *times, emitted, other)
+        for method, num, batch, emitted, other in rows
     ]
     coins = [(0.5, 2, 2000, 3500)]
     tables = (
@@ -69,22 +69,24 @@ def measured(*rows: tuple[Any, ...]) -> Result:
 
 
 def test_metrics_follow_from_counts_and_times() -> None:
-    found = measured(("n-gram", 2, 1, 250, 0), ("n-gram", 2, 4, 200, 3))
-    runs = found.runs
+    decoding_result = measured(("n-gram", 2, 1, 250, 0), ("n-gram", 2, 4, 200, 3))
+    runs = decoding_result.runs
     assert runs.tokens_per_step.tolist() == [2.5, 2.0]
     assert runs.accepted_share.tolist() == [0.75, 0.5]
     assert runs.first_share.tolist() == [0.5, 0.5]
     assert runs.expected.tolist() == [1.75, 1.75]
     np.testing.assert_allclose(runs.cost, 2.5)
     np.testing.assert_allclose(runs.speed, [1.0, 0.8])
-    claims = smoke.measured_values(on_text.claims(found))
+    claims = smoke.measured_values(on_text.claims(decoding_result))
     assert claims["speculation changes no token of 450, greedy or sampled"] == 3
     best = "the best method decodes code at least 1.7 times as fast"
     assert claims[f"{best}, a single sequence, greedily"] == pytest.approx(1.0)
-    [verdict] = [x.verdict for x in on_text.claims(found) if "furthest" in x.claim]
+    [verdict] = [
+        x.verdict for x in on_text.claims(decoding_result) if "furthest" in x.claim
+    ]
     assert verdict == "holds"
-    assert len(on_text.summary(found)) == 4
-    assert smoke.draw(STUDY, found)
+    assert len(on_text.summary(decoding_result)) == 4
+    assert smoke.draw(STUDY, decoding_result)
 
 
 def test_an_empty_run_has_only_claims_on_formulas() -> None:
@@ -101,7 +103,7 @@ def test_each_case_is_measured_once() -> None:
     config = Config()
     alone = config.cases((1, 0.0))
     assert len(alone) == len(set(alone)) == 4 + 2 * len(config.lengths) - 2
-    assert config.cases((1, 1.0)) == [(way, 3) for way in config.ways]
+    assert config.cases((1, 1.0)) == [(method, 3) for method in config.ways]
     assert config.cases((8, 0.0)) == [("n-gram", 3)]
 
 

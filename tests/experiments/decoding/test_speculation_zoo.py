@@ -23,8 +23,21 @@ def rows(*ways: tuple[str, int, int, int, float], rounds: int = 3) -> DecodingRu
     """Returns methods of 100 steps: drafts, batch, tokens, and cost of a step."""
     plain = np.full(rounds, 1e-3)
     return DecodingRuns.of(
-        (way, num, batch, 0.0, 100, emitted, 100 * num, 80, cost * plain, plain, 9, 0)
-        for way, num, batch, emitted, cost in ways
+        (
+            method,
+            num,
+            batch,
+            0.0,
+            100,
+            emitted,
+            100 * num,
+            80,
+            cost * plain,
+            plain,
+            9,
+            0,
+        )
+        for method, num, batch, emitted, cost in ways
     )
 
 
@@ -38,8 +51,8 @@ def test_claims_on_counts_and_times() -> None:
     adaptive = rows(
         ("n-gram, adaptive", 4, 1, 200, 1.0), ("n-gram, adaptive", 4, 8, 100, 2.0)
     )
-    found = Result(ways, adaptive, output_tokens=200, device="cpu")
-    ours = smoke.measured_values(experiment.claims(found))
+    zoo_result = Result(ways, adaptive, output_tokens=200, device="cpu")
+    ours = smoke.measured_values(experiment.claims(zoo_result))
 
     def measured(words: str) -> float:
         [value] = [value for claim, value in ours.items() if words in claim]
@@ -52,8 +65,8 @@ def test_claims_on_counts_and_times() -> None:
     assert measured("trees against chains") == pytest.approx(1.25)
     assert measured("prompt lookup") == 3.0
     assert measured("EAGLE: ") == 2.4
-    assert len(experiment.summary(found)) == 2
-    assert smoke.draw(STUDY, found)
+    assert len(experiment.summary(zoo_result)) == 2
+    assert smoke.draw(STUDY, zoo_result)
 
 
 def test_an_empty_run_has_no_claims() -> None:
@@ -84,10 +97,10 @@ def test_batches_are_whole() -> None:
 class AdaptingServer:
     """A server with one more step in every turn, each of two tokens."""
 
-    def __init__(self, way: str, bounds: Any):
-        self.way = way
+    def __init__(self, method: str, bounds: Any):
+        self.way = method
         self.turn = 0
-        self.name = f"{way} {bounds.max_drafts}"
+        self.name = f"{method} {bounds.max_drafts}"
         self.served = []
 
 
@@ -96,8 +109,8 @@ def test_adaptive_counts_are_means_over_rounds(
 ) -> None:
     everyone = []
 
-    def serve(way: str, bounds: Any) -> Any:
-        everyone.append(AdaptingServer(way, bounds))
+    def serve(method: str, bounds: Any) -> Any:
+        everyone.append(AdaptingServer(method, bounds))
         return everyone[-1]
 
     def decode(server: AdaptingServer, texts: list[Any], asks: list[Any]) -> Any:
@@ -126,7 +139,7 @@ def test_adaptive_counts_are_means_over_rounds(
 def test_tokens_equal_those_of_plain_decoding() -> None:
     result: Any = smoke.run("speculation_zoo").result
     smallest = CONFIGS["smoke"]
-    assert result.ways.way.tolist() == [way for way, _ in smallest.ways]
+    assert result.ways.way.tolist() == [method for method, _ in smallest.ways]
     assert result.adaptive.batch.tolist() == [2]
     for runs in (result.ways, result.adaptive):
         assert (runs.num_tokens == 80).all()

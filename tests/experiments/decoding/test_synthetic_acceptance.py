@@ -33,14 +33,14 @@ def test_speeds_and_errors_by_hand() -> None:
     np.testing.assert_allclose(priced.cost, 1.75)
     np.testing.assert_allclose(priced.speed, np.array([1.8, 4.0]) / 1.75)
     np.testing.assert_allclose(priced.predicted, np.array([1.75, 4.0]) / 1.75)
-    found = Result(priced, shape="a shape", device="cpu")
-    [claim] = synthetic.claims(found)
+    pricing_result = Result(priced, shape="a shape", device="cpu")
+    [claim] = synthetic.claims(pricing_result)
     assert claim.verdict == "holds"
     assert claim.ours == pytest.approx(0.05 / error)
     few = Result(TimedDrafts.of([(0.5, 2, 9, 27, *times)]), "a shape", "cpu")
     assert [x.verdict for x in synthetic.claims(few)] == ["differs"]
-    assert len(synthetic.summary(found)) == 1
-    assert smoke.draw(STUDY, found)
+    assert len(synthetic.summary(pricing_result)) == 1
+    assert smoke.draw(STUDY, pricing_result)
 
 
 def test_an_empty_run_has_no_claims() -> None:

@@ -57,8 +57,8 @@ def forward(params, pages, rows):
     x = params["embed"][rows.token] + params["places"][jnp.maximum(rows.position, 0)]
     for layer, w in enumerate(params["layers"]):
         q, k, v = (jnp.einsum("rd,dhe->rhe", x, w[name]) for name in "qkv")
-        seen, pages = jaxkv.attend(pages, layer, q, k, v, rows)
-        x = x + jnp.einsum("rhe,hed->rd", seen, w["out"])
+        attention, pages = jaxkv.attend(pages, layer, q, k, v, rows)
+        x = x + jnp.einsum("rhe,hed->rd", attention, w["out"])
         x = x + jax.nn.relu(x @ w["up"]) @ w["down"]
     logits = x[jnp.maximum(rows.logit_rows, 0)] @ params["embed"].T
     return jaxkv.ForwardResult(logits, pages)
@@ -149,11 +149,11 @@ def logits_of(params: dict, tokens: list[int]) -> np.ndarray:
 
 def five_digits(params: dict, prompt: list[int]) -> list[int]:
     """Returns the expected greedy answer that consists of digits."""
-    known = list(prompt)
+    tokens = list(prompt)
     for _ in range(5):
-        logits = logits_of(params, known)[ord("0") : ord("9") + 1]
-        known.append(ord("0") + int(np.argmax(logits)))
-    return [*known[len(prompt) :], END]
+        logits = logits_of(params, tokens)[ord("0") : ord("9") + 1]
+        tokens.append(ord("0") + int(np.argmax(logits)))
+    return [*tokens[len(prompt) :], END]
 
 
 PROMPTS = [

@@ -49,14 +49,14 @@ def book(folder: Path, text: str) -> ClaimsFile:
 
 
 def test_a_claim_is_formatted_and_judged(tmp_path: Path) -> None:
-    found = [
+    measurements = [
         measured("rate", 2.05, data="a", size=1),
         measured("rate", 9.0, data="a", size=2),  # no published number
         measured("rate", 9.0, differs=True, data="a", size=1, device="cpu"),
         measured("half", 0.5, published=0.6, tolerance=0.2),
         measured("share", -4.1),
     ]
-    judge = book(tmp_path, TEXT).judge(lambda result: found)
+    judge = book(tmp_path, TEXT).judge(lambda result: measurements)
     one, other, half, share = judge(None)
     assert (one.claim, one.source) == ("a: 1.0 serve best", "They 2020, of a, figure 1")
     assert (one.verdict, one.note) == ("holds", "They 2020, of a?")
@@ -104,7 +104,7 @@ def test_errors_of_a_claims_file_are_reported(
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("measurement", "message"),
     [
         (measured("third", 1), "has no claim third"),
         (
@@ -116,10 +116,10 @@ def test_errors_of_a_claims_file_are_reported(
     ],
 )
 def test_measurements_that_contradict_the_file_are_rejected(
-    found: MeasuredValue, message: str, tmp_path: Path
+    measurement: MeasuredValue, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        book(tmp_path, TEXT).judge(lambda result: [found])(None)
+        book(tmp_path, TEXT).judge(lambda result: [measurement])(None)
 
 
 FILES = sorted(results_page.RESULTS_PAGE.parent.rglob("claims.toml"))
@@ -194,22 +194,22 @@ unit = "1"
 """
 
 
-def judged(folder: Path, *found: MeasuredValue) -> list[Claim]:
-    return book(folder, KINDS).judge(lambda result: found)(None)
+def judged(folder: Path, *measurements: MeasuredValue) -> list[Claim]:
+    return book(folder, KINDS).judge(lambda result: measurements)(None)
 
 
 def test_a_published_range_is_one_claim_with_one_verdict(tmp_path: Path) -> None:
     values = (1.5, 1.7, 2.7, 2.8)
-    found = judged(tmp_path, *(measured("range", x, data="a") for x in values))
-    assert [x.verdict for x in found] == ["fails", "holds", "holds", "fails"]
-    assert {(x.published, x.published_high) for x in found} == {(1.7, 2.7)}
-    assert "published 1.7 to 2.7 (they)" in claim_numbers(found[0])
+    claims = judged(tmp_path, *(measured("range", x, data="a") for x in values))
+    assert [x.verdict for x in claims] == ["fails", "holds", "holds", "fails"]
+    assert {(x.published, x.published_high) for x in claims} == {(1.7, 2.7)}
+    assert "published 1.7 to 2.7 (they)" in claim_numbers(claims[0])
     with pytest.raises(ValueError, match="must be set if and only if"):
         judge("c", source="s", published=1.0, ours=1.0, unit="1", relation="within")
 
 
 def test_a_direction_is_judged_if_the_number_cannot_be_compared(tmp_path: Path) -> None:
-    found = judged(
+    claims = judged(
         tmp_path,
         measured("other", 1.5),
         measured("other", 0.5),
@@ -217,10 +217,10 @@ def test_a_direction_is_judged_if_the_number_cannot_be_compared(tmp_path: Path) 
         measured("stated", 1.05),
         measured("stated", 1.2),
     )
-    assert {(x.verdict, x.kind) for x in found} == {("differs", "cannot compare")}
+    assert {(x.verdict, x.kind) for x in claims} == {("differs", "cannot compare")}
     ways = ["holds", "fails", "not decided", "holds", "fails"]
-    assert [x.direction for x in found] == ways
-    assert claim_numbers(found[1]).endswith("; its direction: fails")
+    assert [x.direction for x in claims] == ways
+    assert claim_numbers(claims[1]).endswith("; its direction: fails")
 
 
 def test_kinds_depend_on_rows_and_checks_remain_checks(tmp_path: Path) -> None:
@@ -238,15 +238,15 @@ def test_kinds_depend_on_rows_and_checks_remain_checks(tmp_path: Path) -> None:
     assert (other.kind, other.verdict) == ("checks", "differs")
     # The number of a check is not published.
     assert claim_numbers(check) == "ours 0, expected 0 (an oracle)"
-    found = count_verdicts([a, b, check, other])
-    assert found["reproductions"] == {"holds": 0, "fails": 1, "differs": 0}
-    assert found["calibrated"] == {"holds": 1, "fails": 0, "differs": 0}
-    assert found["checks"] == {"holds": 1, "fails": 0, "differs": 1}
+    counts = count_verdicts([a, b, check, other])
+    assert counts["reproductions"] == {"holds": 0, "fails": 1, "differs": 0}
+    assert counts["calibrated"] == {"holds": 1, "fails": 0, "differs": 0}
+    assert counts["checks"] == {"holds": 1, "fails": 0, "differs": 1}
 
 
 def test_a_number_from_memory_is_marked(tmp_path: Path) -> None:
-    [found] = judged(tmp_path, measured("memory", 1.0))
-    assert found.source == "they; set down from memory"
+    [claim] = judged(tmp_path, measured("memory", 1.0))
+    assert claim.source == "they; set down from memory"
 
 
 def test_a_smoke_run_judges_only_checks(tmp_path: Path) -> None:
@@ -258,11 +258,11 @@ def test_a_smoke_run_judges_only_checks(tmp_path: Path) -> None:
         measured("check", 1.0),
         measured("memory", 1.0),
     )
-    found = [x.at_smoke_size() for x in rows]
+    claims = [x.at_smoke_size() for x in rows]
     verdicts = [*3 * ["not judged"], "fails", "holds"]
-    assert [x.verdict for x in found] == verdicts
-    assert not any(x.direction for x in found)
-    heads = [*group_heads(found)]
+    assert [x.verdict for x in claims] == verdicts
+    assert not any(x.direction for x in claims)
+    heads = [*group_heads(claims)]
     assert heads[0].endswith("0 differ in conditions, 2 not judged: smoke")
 
 

@@ -65,7 +65,7 @@ def test_the_roofline_of_a_step_equals_that_of_its_slots(model: str) -> None:
     """A prefill chunk after 50 tokens, and two decodes."""
     new = jnp.array([70, 1, 1])
     past = jnp.array([50, 400, 9])
-    found = make_roofline_cost(
+    roofline = make_roofline_cost(
         shapes.describe(model),
         find_device("a100-80gb"),
         num_devices=2,
@@ -80,11 +80,11 @@ def test_the_roofline_of_a_step_equals_that_of_its_slots(model: str) -> None:
         prompt_squares=120**2 - 50**2,
         num_drawn=3,
     )
-    assert isinstance(found.cost, RooflineCost)
-    apart = steps.step_work(found.cost.step, new, past, jnp.int32(3))
-    np.testing.assert_allclose(found.cost(step), apart.time_s, rtol=1e-6)
+    assert isinstance(roofline.cost, RooflineCost)
+    apart = steps.step_work(roofline.cost.step, new, past, jnp.int32(3))
+    np.testing.assert_allclose(roofline.cost(step), apart.time_s, rtol=1e-6)
     moves = step._replace(num_copied=jnp.int32(1), num_swapped=jnp.int32(2))
-    cost = found.cost._replace(copy_s=jnp.float32(0.25), swap_s=jnp.float32(0.5))
+    cost = roofline.cost._replace(copy_s=jnp.float32(0.25), swap_s=jnp.float32(0.5))
     np.testing.assert_allclose(cost(moves), apart.time_s + 1.25, rtol=1e-6)
 
 
@@ -94,13 +94,13 @@ def test_the_calibrated_cost_is_transferred_by_the_data_sheet() -> None:
     step = work(num_decodes=32, decode_context=32 * 512, num_drawn=32)
     times = {}
     for device in ("h100", "a100-80gb"):
-        found = named_costs.find_cost_model(f"calibrated:opt-13b:{device}").cost
-        assert isinstance(found, ServerCost)
-        times[device] = float(found(step))
-        sheet = found.counts._replace(
+        cost = named_costs.find_cost_model(f"calibrated:opt-13b:{device}").cost
+        assert isinstance(cost, ServerCost)
+        times[device] = float(cost(step))
+        sheet = cost.counts._replace(
             bytes_per_s=jnp.float32(1e30), flops_per_s=jnp.float32(1e30)
         )
-        overhead = float(found._replace(counts=sheet)(step))
+        overhead = float(cost._replace(counts=sheet)(step))
         times[device] -= overhead
         assert overhead == pytest.approx(
             float(coefficients.step_s)
@@ -115,16 +115,20 @@ def test_the_calibrated_cost_is_transferred_by_the_data_sheet() -> None:
 
 def test_a_fit_to_a_run_reproduces_its_times() -> None:
     folder = RECORDS / "bench_decode"
-    found = named_costs.fit_measured_steps(folder)
-    assert found.error is not None
-    assert 0 < found.error < 0.15
-    assert "AMD EPYC" in found.source
+    cost_model = named_costs.fit_measured_steps(folder)
+    assert cost_model.error is not None
+    assert 0 < cost_model.error < 0.15
+    assert "AMD EPYC" in cost_model.source
     step = work(num_decodes=8, decode_context=8 * 192)
-    np.testing.assert_allclose(found.cost(step), 0.040603, rtol=found.error + 1e-6)
+    np.testing.assert_allclose(
+        cost_model.cost(step), 0.040603, rtol=cost_model.error + 1e-6
+    )
     # A prompt of 2,048 tokens in four steps, at 510 tokens a second.
-    whole = work(num_prompt_rows=2048)._replace(prompt_squares=jnp.float32(2048**2))
-    seconds = found.cost(whole) + 3 * found.cost.prefill[0]
-    np.testing.assert_allclose(seconds, 2048 / 510, rtol=found.error + 0.01)
+    prompt_work = work(num_prompt_rows=2048)._replace(
+        prompt_squares=jnp.float32(2048**2)
+    )
+    seconds = cost_model.cost(prompt_work) + 3 * cost_model.cost.prefill[0]
+    np.testing.assert_allclose(seconds, 2048 / 510, rtol=cost_model.error + 0.01)
     with pytest.raises(ValueError, match="no rows of unknown"):
         named_costs.fit_measured_steps(folder, implementation="unknown")
 

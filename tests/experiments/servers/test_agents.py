@@ -25,9 +25,9 @@ def test_jobs_are_connected_and_their_tokens_add_up() -> None:
     assert delay_s[first].tolist() == [0] * 12
     before: list[set[int]] = []
     for i, inputs in enumerate(after.tolist()):
-        found = {k for k in inputs if k >= 0}
-        assert {load.job[k] for k in found} <= {load.job[i]}
-        before.append(found.union(*(before[k] for k in found)))
+        parents = {k for k in inputs if k >= 0}
+        assert {load.job[k] for k in parents} <= {load.job[i]}
+        before.append(parents.union(*(before[k] for k in parents)))
         attained = sum(int(tokens[k]) for k in before[i])
         assert load.attained[i] == attained
         assert load.remaining[i] == tokens[load.job == load.job[i]].sum() - attained

@@ -79,10 +79,10 @@ class Fakes:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    found = Fakes()
-    monkeypatch.setattr(study, "fit_posterior", found.fit)
-    monkeypatch.setattr(study, "predict_stage", found.predict)
-    return found
+    fake_fits = Fakes()
+    monkeypatch.setattr(study, "fit_posterior", fake_fits.fit)
+    monkeypatch.setattr(study, "predict_stage", fake_fits.predict)
+    return fake_fits
 
 
 def test_no_fit_sees_the_stages_that_it_predicts(fakes: Fakes, table: Path) -> None:
@@ -108,11 +108,11 @@ def assert_disjoint(result: CalibrationResult) -> None:
     """Asserts that each left-out prediction follows from a fit without its stage."""
     stages = {*result.predictions.stage.tolist()}
     for kind in ("model", "load"):
-        found = result.predictions.where(left_out=kind)
-        assert {*found.stage.tolist()} == stages
-        assert len(found) == len(LATENCY_STATISTICS) * len(stages)
-        for fit in found.distinct("fit"):
-            predicted = {*found.where(fit=fit).stage.tolist()}
+        predictions = result.predictions.where(left_out=kind)
+        assert {*predictions.stage.tolist()} == stages
+        assert len(predictions) == len(LATENCY_STATISTICS) * len(stages)
+        for fit in predictions.distinct("fit"):
+            predicted = {*predictions.where(fit=fit).stage.tolist()}
             fitted = {*result.fits.stages[fit].split()}
             assert result.fits.left_out[fit] == kind
             assert fitted | predicted == stages
@@ -120,7 +120,7 @@ def assert_disjoint(result: CalibrationResult) -> None:
             if kind == "model":
                 models = {
                     name: [
-                        *found.where(fit=fit).distinct("model"),
+                        *predictions.where(fit=fit).distinct("model"),
                     ]
                     for name in predicted
                 }
@@ -138,14 +138,14 @@ def test_a_fit_of_all_stages_keeps_its_coefficients(fakes: Fakes, table: Path) -
 
 
 def test_errors_and_intervals_of_predictions(fakes: Fakes, table: Path) -> None:
-    found = predict_stages(CalibrationConfig(runs=str(table))).errors("none")
-    whole = found.where(latency=END_TO_END)
+    errors = predict_stages(CalibrationConfig(runs=str(table))).errors("none")
+    end_to_end = errors.where(latency=END_TO_END)
     # Measured 0.5 s and 0.7 s, predicted 1 s with a 90 % interval of 0.36.
-    assert whole.median == pytest.approx(np.mean([1.0, 3 / 7]))
-    assert whole.worst == pytest.approx(1.0)
-    assert (whole.in_50, whole.in_90, whole.stages) == (0, 0, 4)
-    assert whole.width == pytest.approx(0.36)
-    assert found.where(latency=FIRST_TOKEN).worst == pytest.approx(1 / 0.019 - 1)
+    assert end_to_end.median == pytest.approx(np.mean([1.0, 3 / 7]))
+    assert end_to_end.worst == pytest.approx(1.0)
+    assert (end_to_end.in_50, end_to_end.in_90, end_to_end.stages) == (0, 0, 4)
+    assert end_to_end.width == pytest.approx(0.36)
+    assert errors.where(latency=FIRST_TOKEN).worst == pytest.approx(1 / 0.019 - 1)
 
 
 def test_a_stopped_run_keeps_finished_fits(fakes: Fakes, table: Path) -> None:
@@ -177,11 +177,11 @@ def test_coefficients_are_written_to_a_named_file(
     fakes: Fakes, table: Path, jaxkv: Command, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.json"
-    found = document(jaxkv, "calibrate", str(table), "--out", str(file))
+    report = document(jaxkv, "calibrate", str(table), "--out", str(file))
     assert load_posterior(file).stages[:1] == ("made-up-7b/0",)
-    assert (Path(found["out"]) / "server.json").read_bytes() == file.read_bytes()
-    assert found["errors"][0]["latency"] == END_TO_END
-    assert len(found["overloaded"]) == 1
+    assert (Path(report["out"]) / "server.json").read_bytes() == file.read_bytes()
+    assert report["errors"][0]["latency"] == END_TO_END
+    assert len(report["overloaded"]) == 1
 
 
 def record() -> CalibrationResult:

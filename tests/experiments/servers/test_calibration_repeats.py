@@ -30,10 +30,10 @@ def test_recorded_predictions_follow_from_their_fitted_stages_again() -> None:
         unmeasured = dataclasses.replace(
             stage, end_to_end_s=None, first_token_s=None, inter_token_s=None
         )
-        found = predict_stage(unmeasured, posterior)
+        prediction = predict_stage(unmeasured, posterior)
         for name in (END_TO_END, FIRST_TOKEN):
             latency, statistic = LATENCY_STATISTICS[name]
-            median_s = np.median(getattr(getattr(found, latency), statistic))
+            median_s = np.median(getattr(getattr(prediction, latency), statistic))
             # Other processors round differently, and simulations are not smooth.
             expected_s = recorded.where(latency=name).predicted_s[0]
             assert median_s == pytest.approx(expected_s, rel=0.03), (stage.name, name)

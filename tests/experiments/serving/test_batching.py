@@ -94,19 +94,19 @@ def test_steps_of_a_real_model_equal_those_of_a_plain_loop() -> None:
 
 @pytest.mark.slow
 def test_only_uneven_outputs_gain_from_continuous_batching(result: Result) -> None:
-    found = result.deviations
-    assert found.deviation[0, 0] == 0
-    static, continuous = found.means
+    deviations = result.deviations
+    assert deviations.deviation[0, 0] == 0
+    static, continuous = deviations.means
     assert continuous[0] == pytest.approx(static[0])
     assert continuous[1] > 1.2 * static[1]
 
 
 @pytest.mark.slow
 def test_pages_gain_most(result: Result) -> None:
-    found = experiment.metrics(result)["limits"]
-    best, *_, least = result.limits.means[::-1]  # paged and static batching
-    assert [row["gain"] for row in found] == pytest.approx((best / least).tolist())
-    assert found[-1]["gain"] > found[0]["gain"] > 1
+    limits = experiment.metrics(result)["limits"]
+    best, *_, worst = result.limits.means[::-1]  # paged and static batching
+    assert [row["gain"] for row in limits] == pytest.approx((best / worst).tolist())
+    assert limits[-1]["gain"] > limits[0]["gain"] > 1
 
 
 def test_an_unknown_cost_model_is_refused() -> None:

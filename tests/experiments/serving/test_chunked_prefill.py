@@ -88,8 +88,8 @@ def test_settings_are_the_papers() -> None:
         assert 4 < model.limits_s["strict"] / step_s < 7
         assert 20 < model.limits_s["relaxed"] / step_s < 35
     # Each chunk pays the fixed time of a step.
-    whole, parts = (settings.prompt_s(yi, 8192, size) for size in (None, 512))
-    assert parts - whole == pytest.approx(15 * settings.OVERHEAD_S, rel=0.01)
+    unchunked_s, parts = (settings.prompt_s(yi, 8192, size) for size in (None, 512))
+    assert parts - unchunked_s == pytest.approx(15 * settings.OVERHEAD_S, rel=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +101,10 @@ def result() -> Result:
 def test_stalls_follow_from_the_schedule(result: Result) -> None:
     line = result.timeline
     longest = {}
-    for way in settings.SCHEDULES:
-        mine = (line.way == way.name) & (line.sequence < runs.NUM_DECODING)
-        times = [line.time_s[mine & (line.sequence == i)] for i in range(3)]
-        longest[way.name] = max(np.diff(x).max() for x in times)
+    for schedule in settings.SCHEDULES:
+        line_mask = (line.way == schedule.name) & (line.sequence < runs.NUM_DECODING)
+        times = [line.time_s[line_mask & (line.sequence == i)] for i in range(3)]
+        longest[schedule.name] = max(np.diff(x).max() for x in times)
         assert all(len(x) == 90 for x in times)
     first, mixed, chunks, both = longest.values()
     # Two prompts stall all decoding sequences at once, one after the other, or hardly.
@@ -140,9 +140,9 @@ def test_claims_follow_from_the_result(result: Result) -> None:
     odd = measured["chunks of 257 cost more than chunks of 256"]
     assert odd == pytest.approx(0, abs=1e-3)  # equal steps: a roofline has no tiles
     for name in ("mixed only", "chunks only", "both"):
-        here = result.ways.system == name
+        row_mask = result.ways.system == name
         for what, column in (
             ("median time to the first token", result.ways.ttft_s),
             ("P99 time between tokens", result.ways.tbt_p99_s),
         ):
-            assert [measured[f"openchat, {name}: {what}"]] == column[here].tolist()
+            assert [measured[f"openchat, {name}: {what}"]] == column[row_mask].tolist()

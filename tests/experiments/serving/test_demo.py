@@ -48,15 +48,15 @@ def test_both_policies_give_every_request_the_same_answer(
 
 @pytest.mark.thorough
 def test_the_json_output_has_its_documented_keys(model: str, jaxkv: Command) -> None:
-    found = document(jaxkv, "demo", "smoke", "--model", model, "--out", "x")
-    assert Path(found["out"]) == Path("x")
+    report = document(jaxkv, "demo", "smoke", "--model", model, "--out", "x")
+    assert Path(report["out"]) == Path("x")
     for name in ("static", "continuous"):
-        assert found[name].keys() >= {
+        assert report[name].keys() >= {
             *("tokens_per_s", "steps", "mean_latency_s", "p95_latency_s"),
             "kv_utilisation",
         }
-        assert all(value > 0 for value in found[name].values())
-    assert found["same_answers"] == found["requests"] == 6
+        assert all(value > 0 for value in report[name].values())
+    assert report["same_answers"] == report["requests"] == 6
 
 
 @pytest.mark.thorough

@@ -11,15 +11,17 @@ from tests.support import smoke
 @pytest.mark.slow
 def test_smoke_measures_every_length() -> None:
     config = CONFIGS["smoke"]
-    kept = smoke.run("flash_attention")
-    result = kept.result
+    smoke_run = smoke.run("flash_attention")
+    result = smoke_run.result
     assert result.length.tolist() == [*config.lengths]
     assert result.context.tolist() == [*config.contexts]
-    for way in (result.plain, result.flash):
-        assert (way.forward_s > 0).all()
-        assert (way.temporary_bytes > 0).all()
-        assert (way.error < 1e-4).all()
-    assert [row["pieces of work, prompt"] for row in kept.metrics["all queries"]] == [
+    for timings in (result.plain, result.flash):
+        assert (timings.forward_s > 0).all()
+        assert (timings.temporary_bytes > 0).all()
+        assert (timings.error < 1e-4).all()
+    assert [
+        row["pieces of work, prompt"] for row in smoke_run.metrics["all queries"]
+    ] == [
         8,
         8,
         16,

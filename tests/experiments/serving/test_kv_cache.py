@@ -24,15 +24,19 @@ MODEL = ModelShape(
 
 
 def test_counts_are_sums_over_all_tokens() -> None:
-    found = counting.count_flops(MODEL, (1, 7, 40))
-    for row, flops in enumerate((whole, last)):
-        each = [flops(t) for t in range(1, 41)]
-        assert found.token_flops[row].tolist() == [each[0], each[6], each[39]]
-        sums = [each[0], sum(each[:7]), sum(each)]
-        assert found.total_flops[row].tolist() == sums
+    flop_counts = counting.count_flops(MODEL, (1, 7, 40))
+    for row, flops in enumerate((prompt_flops, last)):
+        flops_by_length = [flops(t) for t in range(1, 41)]
+        assert flop_counts.token_flops[row].tolist() == [
+            flops_by_length[0],
+            flops_by_length[6],
+            flops_by_length[39],
+        ]
+        sums = [flops_by_length[0], sum(flops_by_length[:7]), sum(flops_by_length)]
+        assert flop_counts.total_flops[row].tolist() == sums
 
 
-def whole(length: int) -> int:
+def prompt_flops(length: int) -> int:
     return total_flops(
         forward_terms(MODEL, sequence=length, attention="causal", logits="last")
     )

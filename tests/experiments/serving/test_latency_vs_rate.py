@@ -44,9 +44,9 @@ def test_a_bound_is_crossed_between_two_rates() -> None:
     assert at(CURVE, 0.01).text == "< 1"
     assert at(CURVE, 9.0).text == "> 4"
     twice = CURVE._replace(rates=2 * CURVE.rates)
-    found = load_ratios(twice, CURVE, runs.LATENCY_RANGE)
-    np.testing.assert_allclose(found, 2)
-    assert found.shape == (9,)
+    ratios = load_ratios(twice, CURVE, runs.LATENCY_RANGE)
+    np.testing.assert_allclose(ratios, 2)
+    assert ratios.shape == (9,)
 
 
 def test_further_rates_are_near_the_crossings() -> None:
@@ -68,15 +68,15 @@ def test_a_load_is_the_same_at_every_rate() -> None:
         arrival_s, 2 * clock.to_seconds(np.asarray(fast.arrival[:num])), atol=3e-6
     )
     assert arrival_s[-1] < 100
-    each = load.repeated(2.0, 3)
-    np.testing.assert_array_equal(each.output, np.repeat(slow.output, 3))
+    repeated_load = load.repeated(2.0, 3)
+    np.testing.assert_array_equal(repeated_load.output, np.repeat(slow.output, 3))
 
 
 def test_further_rates_are_near_or_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requested_rates = []
 
     def serve(setting: Any, load: Any, rates: dict[str, Any], progress: Any) -> list:
-        asked.append(rates)
+        requested_rates.append(rates)
         # One system crosses the bounds from 2 to 3 requests/s, one never does.
         return [
             {"system": x, "rate_per_s": y, "normalised_s": 10 ** (2 * y - 5.5)}
@@ -91,14 +91,18 @@ def test_further_rates_are_near_or_beyond(monkeypatch: pytest.MonkeyPatch) -> No
     load = runs.draw_load(ALPACA, 1.0, 10.0, 0)
     even = np.array([1.0, 2.0, 3.0])
     systems = ("paged", "Orca (Max)")
-    found = runs.explore_rates(setting, load, systems, even, num_near=2, max_rate=5.0)
-    near = asked[1]["paged"]
-    beyond = asked[1]["Orca (Max)"]
+    rate_rows = runs.explore_rates(
+        setting, load, systems, even, num_near=2, max_rate=5.0
+    )
+    near = requested_rates[1]["paged"]
+    beyond = requested_rates[1]["Orca (Max)"]
     assert near == pytest.approx([2 + 1 / 3, 2 + 2 / 3])
     assert beyond == [4.0, 5.0]
-    assert asked[2] == {}  # rates near the crossing are known, and the axis has ended
-    assert {row["turn"] for row in found} == {0, 1}
-    assert [x["relation"] for x in runs.sustained_rows(found)] == ["is", "at least"]
+    assert (
+        requested_rates[2] == {}
+    )  # rates near the crossing are known, and the axis has ended
+    assert {row["turn"] for row in rate_rows} == {0, 1}
+    assert [x["relation"] for x in runs.sustained_rows(rate_rows)] == ["is", "at least"]
 
 
 @pytest.fixture(scope="module")
@@ -108,19 +112,19 @@ def rows() -> list[dict[str, Any]]:
 
 @pytest.mark.thorough
 def test_systems_differ_under_high_load(rows: list[dict[str, Any]]) -> None:
-    found = {(x["system"], x["rate_per_s"]): x for x in rows}
-    one = found["paged", 1.0]
-    two = found["paged", 2.0]
-    other = found["Orca (Oracle)", 1.0]
-    worse = found["Orca (Oracle)", 2.0]
+    by_rate = {(x["system"], x["rate_per_s"]): x for x in rows}
+    one = by_rate["paged", 1.0]
+    two = by_rate["paged", 2.0]
+    other = by_rate["Orca (Oracle)", 1.0]
+    worse = by_rate["Orca (Oracle)", 2.0]
     assert all(row["answered_share"] == 1 for row in (one, two, other))
     # A single sequence takes a step per token.
     assert 0.031 < one["normalised_s"] <= other["normalised_s"] < 0.2
     assert worse["normalised_s"] > 1.5 * two["normalised_s"]
     assert worse["batch"] < two["batch"]
-    most = figures.MAX_RATE_RATIO * PANELS["12a"].axis
+    max_rate = figures.MAX_RATE_RATIO * PANELS["12a"].axis
     # Little's law: without preemption, a request runs one step per token.
-    w = runs.draw_load(SHAREGPT, most, 72.0, 0).at(1.0)
+    w = runs.draw_load(SHAREGPT, max_rate, 72.0, 0).at(1.0)
     ran_s = np.asarray(w.output).sum() * one["step_s"]
     assert one["num_preempted"] == 0
     assert one["batch"] * one["busy_s"] == pytest.approx(ran_s, rel=0.1)
@@ -153,10 +157,10 @@ def test_an_hour_at_eight_rates_is_simulated_in_less_than_90_s_on_two_cores() ->
         num_near=0,
         systems=settings.SYSTEMS[1:],
     )
-    found = figures.run(config)
-    assert len(found) == 4 * 8
-    assert found[0]["processor_s"] < 90  # on one; compilation is in it
-    ours = {x["system"]: x["batch"] for x in found if x["rate_per_s"] == 2.0}
+    rate_rows = figures.run(config)
+    assert len(rate_rows) == 4 * 8
+    assert rate_rows[0]["processor_s"] < 90  # on one; compilation is in it
+    ours = {x["system"]: x["batch"] for x in rate_rows if x["rate_per_s"] == 2.0}
     assert ours["Orca (Max)"] == pytest.approx(7, rel=0.01)
     assert ours["paged"] > 2 * ours["Orca (Oracle)"]
 
@@ -191,16 +195,16 @@ def test_all_requests_of_a_recording_are_replayed(
     config = dataclasses.replace(
         azure.CONFIGS["azure"], traces=("azure_conv",), num_devices=(1, 2)
     )
-    found = azure.run(config)
-    assert [row["num_answered"] for row in found] == [3] * 4
-    assert [row["num_rejected"] for row in found] == [0] * 4
+    rate_rows = azure.run(config)
+    assert [row["num_answered"] for row in rate_rows] == [3] * 4
+    assert [row["num_rejected"] for row in rate_rows] == [0] * 4
     # Each token reads 13.5 GB at 2,039 GB/s, or at twice that.
-    steps = [row["each_p50_s"] for row in found]
+    steps = [row["each_p50_s"] for row in rate_rows]
     assert steps[0] == pytest.approx(13.48e9 / 2039e9, rel=0.05)
     assert steps[1] == pytest.approx(steps[0] / 2, rel=0.01)
     assert steps[2] == pytest.approx(steps[0] * 26.03 / 13.48, rel=0.05)
-    assert azure.summary(found)
-    assert azure.metrics(found) == {"capacities": [], "rows": found}
+    assert azure.summary(rate_rows)
+    assert azure.metrics(rate_rows) == {"capacities": [], "rows": rate_rows}
 
 
 @pytest.mark.slow
@@ -214,15 +218,15 @@ def test_each_policy_improves_its_metric(tmp_path: Path) -> None:
     lines = [f"{t:.6f},{prompt},{output}" for t, prompt, output in rows]
     path.write_text("arrival_s,prompt_tokens,output_tokens\n" + "\n".join(lines))
     config = policies.Config(recording=path, rate_factor=1.0, num_devices=1)
-    found = policies.run(config).policies
-    assert found.policy.tolist() == [*policies.POLICIES]
-    assert set(found.answered.tolist()) == {num}
+    table = policies.run(config).policies
+    assert table.policy.tolist() == [*policies.POLICIES]
+    assert set(table.answered.tolist()) == {num}
     first, short, oracle, ageing, deadline, fair = range(6)
-    assert found.wait_mean_s[short] < found.wait_mean_s[first]
-    assert found.wait_mean_s[oracle] < found.wait_mean_s[first]
-    assert found.urgent_p99_s[ageing] < found.urgent_p99_s[first]
-    assert found.late_share[deadline] < found.late_share[first]
-    assert found.light_mean_s[fair] < found.light_mean_s[first]
+    assert table.wait_mean_s[short] < table.wait_mean_s[first]
+    assert table.wait_mean_s[oracle] < table.wait_mean_s[first]
+    assert table.urgent_p99_s[ageing] < table.urgent_p99_s[first]
+    assert table.late_share[deadline] < table.late_share[first]
+    assert table.light_mean_s[fair] < table.light_mean_s[first]
     # Attributes and predictions do not change first come first served.
     load = policies.draw_workload(config)
     other = policies.draw_workload(dataclasses.replace(config, seed=1))
@@ -246,11 +250,11 @@ def test_missing_recordings_are_refused_in_one_line(
 def test_configs_of_the_time_before_separate_studies_are_read() -> None:
     old = {"panels": [], "traces": ["azure_conv"], "num_rates": 8, "seed": 0}
     experiment = load_experiment("latency_vs_rate")
-    found = experiment.config_loads(json.dumps(old), "config.json")
-    assert found == azure.Config(traces=("azure_conv",))
+    config = experiment.config_loads(json.dumps(old), "config.json")
+    assert config == azure.Config(traces=("azure_conv",))
     old |= {"panels": ["12a"], "traces": []}
-    found = experiment.config_loads(json.dumps(old), "config.json")
-    assert found == figures.Config(panels=("12a",))
+    config = experiment.config_loads(json.dumps(old), "config.json")
+    assert config == figures.Config(panels=("12a",))
 
 
 def test_the_calibrated_clock_is_faster_than_the_published_one() -> None:

@@ -83,10 +83,10 @@ def test_the_record_has_the_published_setting() -> None:
     folder = results_page.RECORDS / "memory_waste"
     ran = read_run(folder, load_experiment("memory_waste"))
     assert ran.config == experiment.CONFIGS["paper"]
-    found = 100 * ran.result.waste.uses.mean(axis=1)
+    mean_percent = 100 * ran.result.waste.uses.mean(axis=1)
     for i, name in enumerate(map(str, ran.result.system)):
         published = experiment.CLAIMS.published("uses")[name]
-        shares = dict(zip(experiment.USES.values(), found[i], strict=True))
+        shares = dict(zip(experiment.USES.values(), mean_percent[i], strict=True))
         assert len(published) == (1 if name == "paged" else 4)
         for use, printed in published.items():
             assert shares[use] == pytest.approx(printed, abs=3)

@@ -23,19 +23,19 @@ from tests.support.mutation import replace
 def test_smoke_measures_every_shape() -> None:
     config = CONFIGS["smoke"]
     result = smoke.run("page_size").result
-    found = result.latency
+    latency = result.latency
     assert result.page_size.tolist() == [*config.page_sizes]
-    assert found.batch.tolist() == [2, 2]
-    assert found.context.tolist() == [32, 64]
-    for field in (found.paged_s, found.contiguous_s, found.ratio):
+    assert latency.batch.tolist() == [2, 2]
+    assert latency.context.tolist() == [32, 64]
+    for field in (latency.paged_s, latency.contiguous_s, latency.ratio):
         assert field.shape == (2, 2)
         assert (field > 0).all()
-    assert (found.error < 1e-5).all()
+    assert (latency.error < 1e-5).all()
     assert (result.device, result.clock, result.paged) == ("cpu", "wall", "reference")
     # Of pages of 16, the paper's: each the middle of two rounds.
     assert result.page_size[1] == 16
     low, high = attention.claims(result)
-    assert (low.ours, high.ours) == (*sorted(found.ratio[:, 1].tolist()),)
+    assert (low.ours, high.ours) == (*sorted(latency.ratio[:, 1].tolist()),)
 
 
 @pytest.fixture
@@ -108,13 +108,13 @@ def test_workloads_are_simulated_with_pages_of_every_size() -> None:
 
 
 def test_an_older_config_chooses_its_study() -> None:
-    found = Experiment("page_size", "How large?", studies_of(experiment))
+    page_experiment = Experiment("page_size", "How large?", studies_of(experiment))
     plain = json.loads(config_dumps(Config()))
     for hours, kind in ((0.0, Config), (0.25, serving.Config)):
         text = json.dumps(plain | {"hours": hours, "seed": 3})
-        config = found.config_loads(text, "config.json")
+        config = page_experiment.config_loads(text, "config.json")
         assert type(config) is kind
         assert config.page_sizes == Config().page_sizes
     assert (config.hours, config.seed) == (0.25, 3)
     with pytest.raises(ValueError, match="unknown field 'hourz'; did you mean hours"):
-        found.config_loads('{"hours": 1, "hourz": 2}', "config.json")
+        page_experiment.config_loads('{"hours": 1, "hourz": 2}', "config.json")

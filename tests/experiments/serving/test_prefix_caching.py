@@ -21,25 +21,25 @@ def result() -> experiment.Result:
 @pytest.fixture(scope="module")
 def server(result: experiment.Result) -> Stepper:
     """Returns the engine of the run, whose program is compiled."""
-    most = result.loads.num_distinct.max() + 1
+    num_pages = result.loads.num_distinct.max() + 1
     longest = result.loads.longest.max()
     window = experiment.CONFIGS["smoke"].window
-    return serving.make_cache_engine(int(most), int(longest), window)
+    return serving.make_cache_engine(int(num_pages), int(longest), window)
 
 
 @pytest.mark.slow
 def test_a_small_run_satisfies_its_identities(result: experiment.Result) -> None:
     measured = smoke.measured_values(experiment.claims(result))
     for name, best in zip(result.loads.name, 100 * result.loads.best, strict=True):
-        mine = {
+        claim_values = {
             claim: value for claim, value in measured.items() if f"{name}: " in claim
         }
-        for claim, value in mine.items():
+        for claim, value in claim_values.items():
             if "misses each of them once" in claim or "depth first" in claim:
                 assert value == pytest.approx(best), claim
             elif "no smaller cache finds more" in claim:
                 assert value <= best + 1e-9
-        assert f"{name}: a cache of all pages misses each of them once" in mine
+        assert f"{name}: a cache of all pages misses each of them once" in claim_values
     assert result.loads.name.tolist() == ["small", "chats", "few-shot"]
     assert result.loads.best[0] == 2 / 8
     for name in ("chats", "few-shot"):
@@ -56,10 +56,10 @@ def test_a_small_run_satisfies_its_identities(result: experiment.Result) -> None
 def is_walked(order: tuple[list[int], ...]) -> bool:
     """Returns True if prompts that share a page are adjacent, for every page."""
     for page in {page for prompt in order for page in prompt}:
-        here = [page in prompt for prompt in order]
-        first = here.index(True)
-        last = len(here) - here[::-1].index(True)
-        if not all(here[first:last]):
+        is_inside = [page in prompt for prompt in order]
+        first = is_inside.index(True)
+        last = len(is_inside) - is_inside[::-1].index(True)
+        if not all(is_inside[first:last]):
             return False
     return True
 
@@ -78,20 +78,24 @@ def test_depth_first_is_the_best_order_of_all(
 ) -> None:
     """The pool holds the longest prompt, and the token that is always computed."""
     pool = max(map(len, prompts)) + 1
-    found = {}
+    cached_by_order = {}
     for order in itertools.permutations(range(len(prompts))):
         hits = serving.serve_prompts(
             server, [prompts[i] for i in order], num_pages=pool
         )
         assert hits is not None
-        found[order] = hits.num_cached.sum()
+        cached_by_order[order] = hits.num_cached.sum()
     num_pages = sum(map(len, prompts))
-    most = num_pages - len({page for prompt in prompts for page in prompt})
-    walks = [order for order in found if is_walked(tuple(prompts[i] for i in order))]
+    best = num_pages - len({page for prompt in prompts for page in prompt})
+    walks = [
+        order
+        for order in cached_by_order
+        if is_walked(tuple(prompts[i] for i in order))
+    ]
     assert tuple(workloads.depth_first_order(prompts)) in walks
-    assert {found[order] for order in walks} == {most}
-    assert max(found.values()) == most
-    assert min(found.values()) < most
+    assert {cached_by_order[order] for order in walks} == {best}
+    assert max(cached_by_order.values()) == best
+    assert min(cached_by_order.values()) < best
 
 
 def by_hand(
@@ -104,7 +108,7 @@ def by_hand(
     num_found = [0] * len(prompts)
     served = []
 
-    def known(i: int) -> int:
+    def count_cached(i: int) -> int:
         flags = [page in used for page in prompts[i]]
         return (*flags, False).index(False)
 
@@ -113,11 +117,11 @@ def by_hand(
         return max(behind), -len(path[page])
 
     while waiting:
-        turn = max(waiting[:window], key=known) if cached_first else waiting[0]
+        turn = max(waiting[:window], key=count_cached) if cached_first else waiting[0]
         waiting.remove(turn)
         served.append(turn)
         ids = prompts[turn]
-        num_found[turn] = known(turn)
+        num_found[turn] = count_cached(turn)
         wanted = len(ids) - num_found[turn] + 1
         for _ in range(max(0, wanted - (pool - len(used)))):
             del used[min(used.keys() - {*ids}, key=last_use)]
@@ -159,11 +163,11 @@ def test_hits_equal_those_counted_by_hand(
 @pytest.mark.slow
 def test_random_eviction_differs_from_both_rules(server: Stepper) -> None:
     prompts = again_and_again(1)
-    found = [
+    hits_by_rule = [
         serving.serve_prompts(server, prompts, num_pages=POOL, eviction=rule)
         for rule in serving.EVICTIONS
     ]
-    sums = {int(hits.num_cached.sum()) for hits in found if hits is not None}
+    sums = {int(hits.num_cached.sum()) for hits in hits_by_rule if hits is not None}
     assert len(sums) == 3
 
 

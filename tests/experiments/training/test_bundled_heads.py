@@ -35,9 +35,9 @@ def answers(**how: Any) -> tuple[list[list[int]], float]:
 
 @pytest.mark.slow
 def test_smoke_trains_scores_and_exports() -> None:
-    kept = smoke.run("bundled_heads")
-    config = kept.config
-    result = kept.result
+    smoke_run = smoke.run("bundled_heads")
+    config = smoke_run.config
+    result = smoke_run.result
     assert result.heads.kind.tolist() == list(KINDS)
     assert result.heads.num_tokens.tolist() == [20 * 2 * 32] * 2
     target = load_model(TARGET).config
@@ -92,17 +92,17 @@ def test_shipped_heads_draft_the_models_tokens(kind: Any) -> None:
     plain, one = answers()
     assert one == 1
     for how in ({"max_drafts": 4}, {"max_drafts": 8}):
-        found, tokens = answers(
+        drafted_answers, tokens = answers(
             speculate=SpeculationConfig(kind, heads_folder=heads), **how
         )
-        assert found == plain
+        assert drafted_answers == plain
         assert tokens > bar
     chained: dict[str, Any] = {"numerics": "reproducible", "max_drafts": 4}
     exact, _ = answers(numerics="reproducible")
-    found, tokens = answers(
+    drafted_answers, tokens = answers(
         speculate=SpeculationConfig(kind, heads_folder=heads), **chained
     )
-    assert found == exact
+    assert drafted_answers == exact
     assert tokens > bar
 
 

@@ -21,9 +21,9 @@ from tests.support.impatience import Stopping
 
 @pytest.mark.thorough
 def test_smoke_trains_scores_and_exports() -> None:
-    kept = smoke.run("bundled_model")
-    config = kept.config
-    result = kept.result
+    smoke_run = smoke.run("bundled_model")
+    config = smoke_run.config
+    result = smoke_run.result
     assert result.status == "done"
     assert result.tokens[-1] == 40 * 8 * 32 + 10 * 4 * 64
     assert (np.diff(result.tokens) > 0).all()
@@ -45,7 +45,7 @@ def test_smoke_trains_scores_and_exports() -> None:
     # The same command finds the finished run.
     again = experiment.run(config)
     assert again.bits_per_byte == result.bits_per_byte
-    assert kept.metrics["held_out_bits_per_byte"] == result.bits_per_byte
+    assert smoke_run.metrics["held_out_bits_per_byte"] == result.bits_per_byte
     assert load_experiment("bundled-model").name == "bundled_model"
 
 

@@ -22,26 +22,26 @@ CPU = experiment.CONFIGS["cpu"]
 def test_all_kinds_have_equal_compute_and_the_counted_bytes() -> None:
     models = {kind: CPU.run_of(kind, 0).model for kind in runs.BLOCK_KINDS}
     shapes = CPU.shapes
-    found = {}
+    page_bytes = {}
     wanted = training_flops(models["MHA"], sequence=CPU.seq_len)
     for kind, model in models.items():
         model = serving_config(model)
         bare = dataclasses.replace(model, num_ahead_layers=0)
         counted = training_flops(bare, sequence=CPU.seq_len)
         assert counted == pytest.approx(wanted, rel=1e-3)
-        found[kind] = serving.page_bytes_per_token(model)
+        page_bytes[kind] = serving.page_bytes_per_token(model)
         shape = describe_config(model)
-        assert found[kind] == kv_bytes_per_token(shape)
-    each = 2 * shapes.num_layers
+        assert page_bytes[kind] == kv_bytes_per_token(shape)
+    layer_bytes = 2 * shapes.num_layers
     per_head = 2 * shapes.head_dim
     latent = shapes.kv_rank + shapes.rope_dim
-    assert [found[kind] / each for kind in runs.ATTENTIONS] == [
+    assert [page_bytes[kind] / layer_bytes for kind in runs.ATTENTIONS] == [
         *(heads * per_head for heads in (shapes.num_heads, shapes.num_groups, 1)),
         latent,
     ]
-    assert {found[kind] / each for kind in (*runs.BALANCES, runs.FULL_BLOCK)} == {
-        latent
-    }
+    assert {
+        page_bytes[kind] / layer_bytes for kind in (*runs.BALANCES, runs.FULL_BLOCK)
+    } == {latent}
 
 
 def test_balances_differ_in_nothing_else() -> None:
@@ -76,20 +76,20 @@ def trained(kind: runs.Kind, seed: int, losses: Any) -> runs.TrainedModel:
 def test_losses_are_paired_by_window_and_seed() -> None:
     text = np.random.default_rng(0).normal(2, 1, 100)
     small = np.tile([0.01, -0.01], 50)
-    found = [
+    models = [
         trained("MHA", 0, text),
         trained("MHA", 1, text + 5),
         trained("MLA", 0, text - 0.2 + small),
         trained("MLA", 1, text + 5 - 0.3 + small),
         trained("GQA", 0, text),
     ]
-    mean, low, high = runs.loss_difference(found, "MLA", "MHA")
+    mean, low, high = runs.loss_difference(models, "MLA", "MHA")
     assert mean == pytest.approx(-0.25)
     half = 2 * np.hypot(small.std(ddof=1) / 10, 0.05)
     np.testing.assert_allclose([low, high], [mean - half, mean + half])
     # A single seed has no range; equal losses have no error.
-    np.testing.assert_array_equal(runs.loss_difference(found, "GQA", "MHA"), 0)
-    assert np.isnan(runs.loss_difference(found, "MQA", "MHA")).all()
+    np.testing.assert_array_equal(runs.loss_difference(models, "GQA", "MHA"), 0)
+    assert np.isnan(runs.loss_difference(models, "MQA", "MHA")).all()
 
 
 def made_result(sign: float) -> experiment.Result:
@@ -133,11 +133,11 @@ def made_result(sign: float) -> experiment.Result:
 )
 def test_directions_are_judged_by_intervals(sign: float, verdict: str) -> None:
     result = made_result(sign)
-    found = {claim.claim.partition(":")[0]: claim for claim in STUDY.claims(result)}
-    judged = [claim for claim in found.values() if claim.direction]
+    by_claim = {claim.claim.partition(":")[0]: claim for claim in STUDY.claims(result)}
+    judged = [claim for claim in by_claim.values() if claim.direction]
     assert len(judged) == 7
     assert {claim.direction for claim in judged} == {verdict}
-    accepted = found["share of the first drafts that are accepted"]
+    accepted = by_claim["share of the first drafts that are accepted"]
     assert accepted.ours == 60
     np.testing.assert_allclose(result.depths.accepted_share, [0.6, 0.3])
     np.testing.assert_allclose(result.depths.conditional_share, [0.6, 0.5])
@@ -146,18 +146,18 @@ def test_directions_are_judged_by_intervals(sign: float, verdict: str) -> None:
 def test_an_empty_run_has_a_report() -> None:
     config = experiment.CONFIGS["smoke"]
     config = dataclasses.replace(config, **smoke.CHANGES["deepseek"](config))
-    found = experiment.run(config, Stopping(0))
-    assert len(found.models) == 0
-    assert STUDY.claims(found) == []
-    assert STUDY.metrics(found)["models"] == []
-    assert STUDY.report_parts(found) == []
+    empty_result = experiment.run(config, Stopping(0))
+    assert len(empty_result.models) == 0
+    assert STUDY.claims(empty_result) == []
+    assert STUDY.metrics(empty_result)["models"] == []
+    assert STUDY.report_parts(empty_result) == []
 
 
 @pytest.mark.slow
 def test_smoke_trains_and_serves() -> None:
-    kept = smoke.run("deepseek")
-    result = kept.result
-    config = kept.config
+    smoke_run = smoke.run("deepseek")
+    result = smoke_run.result
+    config = smoke_run.config
     assert result.models.kind.tolist() == list(config.kinds)
     assert (result.models.loss < 5.6).all()  # log(257) is 5.55, before training
     np.testing.assert_array_equal(result.models.kv_bytes, result.models.kv_formula)

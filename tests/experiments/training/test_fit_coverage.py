@@ -10,12 +10,12 @@ from tests.support.impatience import Stopping
 
 @pytest.mark.slow
 def test_every_kind_of_surface_is_fitted() -> None:
-    kept = smoke.run("fit_coverage")
-    rows = kept.metrics["rows"]
+    smoke_run = smoke.run("fit_coverage")
+    rows = smoke_run.metrics["rows"]
     assert [row["kind"] for row in rows] == ["sound", "sound", *ILL_POSED]
     assert all(0 <= row["neither"] <= 1 - row["doubted"] for row in rows)
     # Six surfaces are too few for a verdict.
-    assert {claim.verdict for claim in kept.claims} == {"differs"}
+    assert {claim.verdict for claim in smoke_run.claims} == {"differs"}
 
 
 def test_a_stopped_run_keeps_whole_kinds() -> None:

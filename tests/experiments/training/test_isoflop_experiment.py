@@ -35,17 +35,19 @@ def test_the_folder_has_the_log_and_the_prediction(folder: Path) -> None:
     run = smoke.run("isoflop")
     assert run.metrics["held_out_factor"] == pytest.approx(2, rel=0.1)
     assert {"truth", "error_share", "is_inside"} <= run.metrics.keys()
-    found = run.metrics
+    metrics = run.metrics
     measured = smoke.measured_values(run.claims)
-    assert found["truth"] == json.loads((folder / "held_out.json").read_text())["loss"]
-    missed = abs(found["predicted"] - found["truth"])
-    gain = found["best_fitted_loss"] - found["truth"]
+    assert (
+        metrics["truth"] == json.loads((folder / "held_out.json").read_text())["loss"]
+    )
+    missed = abs(metrics["predicted"] - metrics["truth"])
+    gain = metrics["best_fitted_loss"] - metrics["truth"]
     predicted = "error of the predicted loss of a larger run, as a share of its gain"
     assert measured[predicted] == pytest.approx(abs(missed / gain))
     inside = "the truth is in the 90 % interval that was predicted"
-    assert measured[inside] == (found["low"] <= found["truth"] <= found["high"])
+    assert measured[inside] == (metrics["low"] <= metrics["truth"] <= metrics["high"])
     assert run.metrics["cosine_runs"] == 9
-    assert found["interior_minima"] == interior_minima(run.result.runs)
+    assert metrics["interior_minima"] == interior_minima(run.result.runs)
 
 
 def interior_minima(log: str) -> int:
@@ -58,7 +60,7 @@ def interior_minima(log: str) -> int:
     num = 0
     for sizes in by_budget.values():
         x = np.log([*sizes])
-        a, b, _ = np.polyfit(x, [np.mean(each) for each in sizes.values()], 2)
+        a, b, _ = np.polyfit(x, [np.mean(losses) for losses in sizes.values()], 2)
         num += bool(a > 0 and x.min() < -b / (2 * a) < x.max())
     return num
 
@@ -120,14 +122,14 @@ def test_optimal_rates_are_found() -> None:
         for tokens in (1000, 8000)
         for rate in 1 / width * np.array([0.06, 0.12, 0.24, 0.48])
     ]
-    found = optimal_rates(rows)
-    assert len(found) == 6
-    for width, tokens, rate in found:
+    optima = optimal_rates(rows)
+    assert len(optima) == 6
+    for width, tokens, rate in optima:
         assert rate == pytest.approx(1 / width / tokens**0.2, rel=1e-6)
     rate, powers = extrapolate(rows, 64, 64000)
     assert rate == pytest.approx(1 / 64 / 64000**0.2, rel=1e-3)
     assert powers == pytest.approx((-1, -0.2))
-    fit = fit_powers(*np.array(found, float).T, level=0.9)
+    fit = fit_powers(*np.array(optima, float).T, level=0.9)
     assert (fit.of_width, fit.of_tokens) == pytest.approx((-1, -0.2))
     edge = [row for row in rows if row["learning_rate"] * row["hidden_size"] > 0.2]
     assert optimal_rates(edge) == []
@@ -146,19 +148,23 @@ def test_the_spread_of_seeds_is_pooled() -> None:
         for cell, values in {"a": (0, 0.2), "b": (1, 1.4), "c": (5,)}.items()
         for x in values
     ]
-    found = seed_spread(rows)
-    assert found == pytest.approx(math.sqrt((0.02 + 0.08) / 2))
+    spread = seed_spread(rows)
+    assert spread == pytest.approx(math.sqrt((0.02 + 0.08) / 2))
 
 
 @pytest.mark.slow
 def test_the_learning_rate_experiment_trains_the_whole_grid() -> None:
     config = learning_rate_experiment.CONFIGS["smoke"]
-    found = smoke.run("learning_rate").result.runs
-    runs = [*zip(found.width.tolist(), found.num_tokens.tolist(), strict=True)]
+    training_runs = smoke.run("learning_rate").result.runs
+    runs = [
+        *zip(
+            training_runs.width.tolist(), training_runs.num_tokens.tolist(), strict=True
+        )
+    ]
     cells = list(itertools.product(config.widths, config.num_tokens))
     assert {*runs} == {*cells}
     # Two rates each, and one more if the better one was at the end.
     for cell in cells:
-        here = [run == cell for run in runs]
-        rates = found.learning_rate[here]
+        row_mask = [run == cell for run in runs]
+        rates = training_runs.learning_rate[row_mask]
         assert len(rates) == len({*rates}) == 2 + config.max_extensions

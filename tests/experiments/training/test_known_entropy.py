@@ -45,8 +45,8 @@ def test_a_leak_is_noticed(result: experiment.Result) -> None:
     """Losses are moved below the floor, like those of a model that sees its targets."""
     runs = result.runs
     moved = dataclasses.replace(runs, loss=runs.loss - 1, excess=runs.excess - 1)
-    found = experiment.claims(dataclasses.replace(result, runs=moved))
-    assert [claim.verdict for claim in found[:2]] == ["fails"] * 2
+    claims = experiment.claims(dataclasses.replace(result, runs=moved))
+    assert [claim.verdict for claim in claims[:2]] == ["fails"] * 2
 
 
 @pytest.mark.slow
@@ -78,10 +78,10 @@ def test_counting_costs_half_a_nat_per_parameter(result: experiment.Result) -> N
 
 def test_a_stopped_run_keeps_finished_runs() -> None:
     # The first run is that on the independent source.
-    found = experiment.run(CONFIGS["smoke"], Stopping(3, "show"))
-    assert len(found.runs.loss) == 2
-    assert not found.fit.identified
-    assert experiment.metrics(found)["floor"] == found.optima[-1]
+    stopped_result = experiment.run(CONFIGS["smoke"], Stopping(3, "show"))
+    assert len(stopped_result.runs.loss) == 2
+    assert not stopped_result.fit.identified
+    assert experiment.metrics(stopped_result)["floor"] == stopped_result.optima[-1]
 
 
 @pytest.mark.thorough
@@ -91,7 +91,7 @@ def test_branches_equal_separate_runs() -> None:
     config = CONFIGS["smoke"]
 
     def losses(*lengths: int) -> list[float]:
-        found = train_language(language, [8], lengths, config, QUIET)
-        return found.loss.tolist()
+        runs = train_language(language, [8], lengths, config, QUIET)
+        return runs.loss.tolist()
 
     assert losses(2**12)[0] == losses(2**12, 2**13)[0]

@@ -10,14 +10,14 @@ from tests.support.impatience import Impatient
 
 @pytest.mark.thorough
 def test_the_slope_is_minus_one() -> None:
-    found = smoke.run("mean_estimation").result
-    assert found.slope_low < found.slope < found.slope_high
-    assert found.slope_high - found.slope_low < 0.1
-    assert found.slope == pytest.approx(-1, abs=0.05)
+    fit = smoke.run("mean_estimation").result
+    assert fit.slope_low < fit.slope < fit.slope_high
+    assert fit.slope_high - fit.slope_low < 0.1
+    assert fit.slope == pytest.approx(-1, abs=0.05)
 
 
 def test_a_stopped_run_has_no_fit() -> None:
-    found = experiment.run(experiment.Config(), Impatient("means"))
-    assert len(found.error) == 2
-    assert np.isnan(found.slope)
-    assert {claim.verdict for claim in experiment.claims(found)} == {"fails"}
+    stopped_result = experiment.run(experiment.Config(), Impatient("means"))
+    assert len(stopped_result.error) == 2
+    assert np.isnan(stopped_result.slope)
+    assert {claim.verdict for claim in experiment.claims(stopped_result)} == {"fails"}

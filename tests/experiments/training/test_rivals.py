@@ -33,8 +33,8 @@ def test_smoke_runs_to_a_verdict() -> None:
     assert len(runs.loss) == 2 * 2 * 3
     assert runs.seed.tolist() == 2 * (3 * [0] + 3 * [1])
     for size in config.sizes:
-        mine = runs.num_params_non_embedding[runs.size == size]
-        assert np.all(np.abs(mine / size - 1) < 0.05)
+        num_params = runs.num_params_non_embedding[runs.size == size]
+        assert np.all(np.abs(num_params / size - 1) < 0.05)
         # Both sides try the same number of rates.
         counts = [
             np.sum((result.trials.side == i) & (result.trials.size == size))
@@ -104,12 +104,12 @@ def test_the_ratio_of_compute_follows_from_two_curves() -> None:
         best_runs.fit_best_runs(FLOPS * scale, LOSS) for scale in (1.0, 3.0)
     )
     assert first is not None
-    found = best_runs.compare_best_runs(
+    comparison = best_runs.compare_best_runs(
         first, second, (resampled(1.0, 0), resampled(3.0, 0))
     )
-    np.testing.assert_allclose(found.ratio, 3, rtol=1e-3)
+    np.testing.assert_allclose(comparison.ratio, 3, rtol=1e-3)
     # With equal resamples the ratio is constant; otherwise it spreads.
-    np.testing.assert_allclose([found.low, found.high], 3, rtol=1e-3)
+    np.testing.assert_allclose([comparison.low, comparison.high], 3, rtol=1e-3)
     apart = best_runs.compare_best_runs(
         first, second, (resampled(1.0, 0), resampled(3.0, 1))
     )
@@ -142,16 +142,18 @@ STEPS = np.arange(len(LOSS))
 def test_an_unsupported_ratio_is_refused(loss, reason: str) -> None:
     first = best_runs.fit_best_runs(FLOPS, LOSS)
     second = best_runs.fit_best_runs(FLOPS[: len(loss)], loss)
-    found = best_runs.compare_best_runs(first, second)
-    assert reason in str(found.reason)
-    assert np.isnan(found.ratio).all()
+    comparison = best_runs.compare_best_runs(first, second)
+    assert reason in str(comparison.reason)
+    assert np.isnan(comparison.ratio).all()
 
 
 def test_an_unbounded_interval_is_not_identified() -> None:
     first = best_runs.fit_best_runs(FLOPS, LOSS)
-    found = best_runs.compare_best_runs(first, first, ([first, first], [first, None]))
-    assert np.all(found.ratio == 1)
-    assert np.isnan([found.low, found.high]).all()
+    comparison = best_runs.compare_best_runs(
+        first, first, ([first, first], [first, None])
+    )
+    assert np.all(comparison.ratio == 1)
+    assert np.isnan([comparison.low, comparison.high]).all()
 
 
 @pytest.mark.parametrize(
@@ -183,8 +185,8 @@ def test_sides_differ_as_their_names_state() -> None:
             counts = count_model_parameters(resize_model(base, size))
             assert abs(counts.non_embedding / size - 1) < 0.05, name
         if name not in ("lstm", "gru"):
-            ours, theirs = (dataclasses.asdict(x) for x in (base, plain))
-            differ = {key for key in ours if ours[key] != theirs[key]}
+            ours, plain_fields = (dataclasses.asdict(x) for x in (base, plain))
+            differ = {key for key in ours if ours[key] != plain_fields[key]}
             assert len(differ - {"mlp_size", "activation"}) <= 1
     assert sides["sgd"].base == plain
     assert sides["sgd"].optimizer.kind == "sgd"

@@ -42,8 +42,8 @@ def test_received_sequences_cost_a_decode_step() -> None:
         num_drawn=3,
     )
     # Three sequences, 151 tokens attended to.
-    found = float(KVTransferred(cost, jnp.asarray(True))(work))
-    assert found == pytest.approx(5 + 0.1 * 151 + 3)
+    seconds = float(KVTransferred(cost, jnp.asarray(True))(work))
+    assert seconds == pytest.approx(5 + 0.1 * 151 + 3)
     assert float(KVTransferred(cost, jnp.asarray(False))(work)) == float(cost(work))
 
 
@@ -54,19 +54,21 @@ def test_transfers_are_serialized() -> None:
 
 def test_keys_and_values_queue_at_the_replica_that_sends() -> None:
     load = requests([0.0] * 4, [100, 100, 200, 100], [2] * 4)
-    each = 100 * settings.kv_bytes("opt-13b") / 1e9
-    assert each == pytest.approx(0.08192)
+    transfer_s = 100 * settings.kv_bytes("opt-13b") / 1e9
+    assert transfer_s == pytest.approx(0.08192)
     one = ONE.replica
     sent = PhasePlacement(one, one, 2, 1, link=1e9)
     ready_s = np.array([1.0, 1.0, 1.0, np.nan])
-    found = disaggregated.transfer_times(sent, load, ready_s)
+    times_s = disaggregated.transfer_times(sent, load, ready_s)
     # The same replica prefills the first and the third; the fourth is not prefilled.
-    np.testing.assert_allclose(found, [each, each, 3 * each, np.nan])
+    np.testing.assert_allclose(
+        times_s, [transfer_s, transfer_s, 3 * transfer_s, np.nan]
+    )
     wide = sent._replace(
         prefill=one._replace(num_gpus=4), decode=one._replace(num_gpus=2)
     )
-    found = disaggregated.transfer_times(wide, load, ready_s)
-    np.testing.assert_allclose(found[:2], each / 2)
+    times_s = disaggregated.transfer_times(wide, load, ready_s)
+    np.testing.assert_allclose(times_s[:2], transfer_s / 2)
 
 
 @pytest.mark.thorough
@@ -99,15 +101,15 @@ def test_late_requests_do_not_count_and_unanswered_ones_fail() -> None:
     )
     objectives = Objectives(first_s=0.2, per_token_s=0.1)
     placement = ("split", 2, 1, 1, 2, 1e9)
-    found = runs.PlacementLoads.of(
+    loads = runs.PlacementLoads.of(
         [runs.judge_load("x", answers, objectives, placement, 8.0)]
     )
-    assert found.rate_per_card[0] == 2.0
-    assert found.ttft_s[0] == pytest.approx(0.5)
-    assert found.tpot_s[0] == np.inf
-    kept = found.attained[0], found.attained_first[0], found.attained_gap[0]
-    assert kept == pytest.approx((0.5, 0.75, 0.75))
-    assert found.quick_share[0] == 0.75
+    assert loads.rate_per_card[0] == 2.0
+    assert loads.ttft_s[0] == pytest.approx(0.5)
+    assert loads.tpot_s[0] == np.inf
+    attainment = loads.attained[0], loads.attained_first[0], loads.attained_gap[0]
+    assert attainment == pytest.approx((0.5, 0.75, 0.75))
+    assert loads.quick_share[0] == 0.75
 
 
 def test_the_best_placement_per_gpu_is_chosen() -> None:
@@ -126,9 +128,9 @@ def test_the_best_placement_per_gpu_is_chosen() -> None:
 
 @pytest.mark.slow
 def test_claims_follow_from_the_result() -> None:
-    kept = smoke.run("disaggregation")
-    measured = smoke.measured_values(kept.claims)
-    queues = kept.result.queues
+    smoke_run = smoke.run("disaggregation")
+    measured = smoke.measured_values(smoke_run.claims)
+    queues = smoke_run.result.queues
     # Keys and values of OPT-66B: 64 layers of 9,216, in two bytes each.
     size = 512 * 2 * 64 * 9216 * 2 / 2**30
     assert measured["keys and values of 512 tokens of OPT-66B"] == size == 1.125

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.usefixtures("full_optimization")
 def test_waiting_times_follow_the_formulas() -> None:
     assert formula_s("one", 5.0) == pytest.approx(0.15)
     # Two stages of D / 2; the first is an M/D/1 queue.
-    found = formula_s("two pipeline stages", 5.0)
-    assert found == pytest.approx(0.1 + md1_waiting_s(5.0, 0.05))
-    found = formula_s("two tensor ways", 5.0)
-    assert found == pytest.approx(0.1 / 1.5 + md1_waiting_s(5.0, 0.1 / 1.5))
+    waiting_s = formula_s("two pipeline stages", 5.0)
+    assert waiting_s == pytest.approx(0.1 + md1_waiting_s(5.0, 0.05))
+    waiting_s = formula_s("two tensor ways", 5.0)
+    assert waiting_s == pytest.approx(0.1 / 1.5 + md1_waiting_s(5.0, 0.1 / 1.5))
     queues = simulate_queues(
         Config(queue_loads=(0.3,), queue_requests=1000, queue_seeds=16, seed=1)
     )

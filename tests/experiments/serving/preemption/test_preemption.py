@@ -31,7 +31,7 @@ def model() -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(model: str) -> Result:
+def full_result(model: str) -> Result:
     """A run of every part; the smoke run has no host memory and times no restore."""
     return measurement.run(dataclasses.replace(WHOLE, model=model))
 
@@ -45,15 +45,15 @@ def result(model: str) -> Result:
 
 def served(result: Result) -> Servings:
     """Returns all servings in one table."""
-    found = field_values(result).values()
-    return Servings.joined(x for x in found if isinstance(x, Servings))
+    tables = field_values(result).values()
+    return Servings.joined(x for x in tables if isinstance(x, Servings))
 
 
 def rows(servings: Servings, **wanted: Any) -> Servings:
     """Returns the servings that match, at least 1."""
-    found = servings.where(**wanted)
-    assert len(found)
-    return found
+    matches = servings.where(**wanted)
+    assert len(matches)
+    return matches
 
 
 TRACE = [
@@ -175,12 +175,12 @@ def test_too_small_a_swap_space_is_used_in_part(result: Result) -> None:
 
 
 @pytest.mark.slow
-def test_hidden_swap_pages_equal_a_smaller_buffer(whole: Result) -> None:
-    assert whole.hosts.host_pages[0] == 0
-    assert (whole.hosts.swap_pages == whole.hosts.swap_pages[0]).all()
-    hidden = rows(whole.spaces, swap_pages=whole.hosts.swap_pages[0])
+def test_hidden_swap_pages_equal_a_smaller_buffer(full_result: Result) -> None:
+    assert full_result.hosts.host_pages[0] == 0
+    assert (full_result.hosts.swap_pages == full_result.hosts.swap_pages[0]).all()
+    hidden = rows(full_result.spaces, swap_pages=full_result.hosts.swap_pages[0])
     for name in ("num_fed", "num_preempted", "num_recomputed", "pages_moved", "steps"):
-        assert getattr(hidden, name) == getattr(whole.hosts, name)[0]
+        assert getattr(hidden, name) == getattr(full_result.hosts, name)[0]
 
 
 @pytest.mark.slow
@@ -196,8 +196,8 @@ def test_hidden_pool_pages_equal_a_smaller_pool(result: Result) -> None:
 
 
 @pytest.mark.slow
-def test_times_of_a_restore(whole: Result) -> None:
-    moves = whole.moves
+def test_times_of_a_restore(full_result: Result) -> None:
+    moves = full_result.moves
     assert moves.page_size.tolist() == list(WHOLE.page_sizes)
     assert (moves.num_tokens == moves.num_tokens[0]).all()
     # Keys and values of one head of eight dimensions, in float32.
@@ -210,8 +210,8 @@ def test_times_of_a_restore(whole: Result) -> None:
 
 
 @pytest.mark.slow
-def test_claims_follow_from_the_result(whole: Result) -> None:
-    measured = smoke.measured_values(measurement.claims(whole))
+def test_claims_follow_from_the_result(full_result: Result) -> None:
+    measured = smoke.measured_values(measurement.claims(full_result))
     assert measured["no answer depends on which requests are preempted, or how"] == 0
     assert (
         measured["with swap space as large as the pool no token is computed again"] == 0
@@ -220,21 +220,21 @@ def test_claims_follow_from_the_result(whole: Result) -> None:
         measured["no new request is admitted until all preempted ones have completed"]
         == 0
     )
-    again = rows(whole.ways, name="recompute")
+    again = rows(full_result.ways, name="recompute")
     left = "swapping without swap space is recomputation"
     assert measured[left] == again.num_recomputed[0]
-    pools = rows(whole.pools, preemption="recompute")
+    pools = rows(full_result.pools, preemption="recompute")
     share = 100 * max(pools.num_recomputed / pools.num_fed)
-    most = "most compute is recomputation when the pool is small enough"
-    assert measured[most] == pytest.approx(share)
-    rules = rows(whole.victims, preemption="recompute")
+    claim_text = "most compute is recomputation when the pool is small enough"
+    assert measured[claim_text] == pytest.approx(share)
+    rules = rows(full_result.victims, preemption="recompute")
     spared = 1 - min(rules.num_recomputed / rules.num_fed) / again.recomputed_share[0]
     best = "choosing other victims saves half of the recomputation"
     assert measured[best] == pytest.approx(spared)
-    kept = smoke.run("preemption")
-    assert list(kept.metrics) == list(Result.columns())
-    assert kept.metrics["ways"][0]["name"] == "room for all"
-    assert "room for all" in (kept.folder / "figure.svg").read_text()
+    smoke_run = smoke.run("preemption")
+    assert list(smoke_run.metrics) == list(Result.columns())
+    assert smoke_run.metrics["ways"][0]["name"] == "room for all"
+    assert "room for all" in (smoke_run.folder / "figure.svg").read_text()
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ from tests.support import smoke
 def made_up() -> Result:
     """Returns rows whose recomputed share halves with each watermark."""
     rows = []
-    for way in simulation.list_settings(3):
-        share = 0.2 / 2 ** simulation.WATERMARK_PAGES.index(way.watermark)
-        share *= 1.0 if way.victim == "latest" else 0.75
-        latency = {"recompute": 0.05, "swap": 0.05}.get(way.preemption, 0.5)
-        rows.append((*way, 10, share * (1 + (way.seed - 3) / 10), latency, 0.0))
+    for setting in simulation.list_settings(3):
+        share = 0.2 / 2 ** simulation.WATERMARK_PAGES.index(setting.watermark)
+        share *= 1.0 if setting.victim == "latest" else 0.75
+        latency = {"recompute": 0.05, "swap": 0.05}.get(setting.preemption, 0.5)
+        rows.append((*setting, 10, share * (1 + (setting.seed - 3) / 10), latency, 0.0))
     return Result(SimulatedServings.of(rows))
 
 
@@ -32,13 +32,13 @@ def test_moving_a_page_is_two_transfers_a_layer() -> None:
 
 
 def test_claims_take_means_over_draws() -> None:
-    found = {claim.claim: claim for claim in simulation.claims(made_up())}
-    free = found["computed again with 0 of 983 pages kept free"]
+    by_claim = {claim.claim: claim for claim in simulation.claims(made_up())}
+    free = by_claim["computed again with 0 of 983 pages kept free"]
     assert free.ours == pytest.approx(20 * 1.15)
-    victims = found["choosing other victims saves half of the recomputation"]
+    victims = by_claim["choosing other victims saves half of the recomputation"]
     assert victims.ours == pytest.approx(0.25)
     as_fast, small, held, _ = [
-        claim for name, claim in found.items() if name.startswith("end to end")
+        claim for name, claim in by_claim.items() if name.startswith("end to end")
     ]
     assert (as_fast.ours, small.ours, held.ours) == pytest.approx((1.0, 1.0, 0.1))
 
@@ -53,14 +53,14 @@ def test_figure_and_tables_show_the_simulation() -> None:
     marks = len(simulation.WATERMARK_PAGES)
     sizes = len(simulation.PAGE_SIZES)
     assert [len(x.rows) for x in sheets] == [rules * marks, sizes, moves * sizes]
-    found = STUDY.metrics(result)
-    assert len(found["simulated"]) == len(simulation.list_settings(0))
-    assert len(found["bring_back"]) == sizes
+    metrics = STUDY.metrics(result)
+    assert len(metrics["simulated"]) == len(simulation.list_settings(0))
+    assert len(metrics["bring_back"]) == sizes
     assert not simulation.claims(Result(SimulatedServings.of([])))[:-2]
 
 
 @pytest.mark.slow
 def test_every_setting_is_simulated() -> None:
-    found = simulation.run(Config(simulated_requests=80)).simulated
-    assert (found.recomputed_share[found.preemption != "recompute"] == 0).all()
-    assert np.isfinite(found.normalised_s).all()
+    table = simulation.run(Config(simulated_requests=80)).simulated
+    assert (table.recomputed_share[table.preemption != "recompute"] == 0).all()
+    assert np.isfinite(table.normalised_s).all()

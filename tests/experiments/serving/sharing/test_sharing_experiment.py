@@ -58,8 +58,8 @@ def request_of(num: int, sampling: Sampling) -> PromptRequest:
     return PromptRequest(bytes(tokens).decode(), tokens, sampling)
 
 
-def served_by(client: Client, asked: list[PromptRequest], **how: Any) -> Any:
-    done = client.serve(asked, **how)
+def served_by(client: Client, prompt_requests: list[PromptRequest], **how: Any) -> Any:
+    done = client.serve(prompt_requests, **how)
     assert done is not None
     return done
 
@@ -150,8 +150,8 @@ def test_a_prompt_is_computed_once_for_any_chunk_size(
     fields: dict[str, Any] = {"beam_width": num} if beams else {}
     ask = Sampling(n=num, max_tokens=5, ignore_eos=True, prefix_cache=False, **fields)
     policy = scheduling.fcfs(chunk_size=chunk_size)
-    asked = [request_of(n, ask) for n in (37, 3, 64)]
-    done = served_by(client, asked, policy=policy)
+    prompt_requests = [request_of(n, ask) for n in (37, 3, 64)]
+    done = served_by(client, prompt_requests, policy=policy)
     assert done.prompt_rows.tolist() == [37, 3, 64]
     assert done.num_rows.sum() == 37 + 3 + 64 + 3 * num * 4
 
@@ -213,8 +213,8 @@ def test_drawn_scenes_equal_the_page_tables(result: measurement.Result) -> None:
     assert picture.logical_pages[0] == picture.pages[0]
     full = len(PROMPT_TEXT) // SIZE
     assert (samples[:, :full] == samples[0, :full]).all()
-    own = samples[:, full:][samples[:, full:] != NO_PAGE]
-    assert np.unique(own).size == own.size
+    private_pages = samples[:, full:][samples[:, full:] != NO_PAGE]
+    assert np.unique(private_pages).size == private_pages.size
     assert (beams[:, :full] == beams[0, :full]).all()
     for i, table in enumerate((apart, samples, beams)):
         for row in range(rows):
@@ -233,14 +233,14 @@ def test_drawn_scenes_equal_the_page_tables(result: measurement.Result) -> None:
 
 @pytest.mark.slow
 def test_claims_follow_from_the_result(result: measurement.Result) -> None:
-    kept = run("sharing")
+    smoke_run = run("sharing")
     samples = result.samples
-    measured = measured_values(kept.claims)
+    measured = measured_values(smoke_run.claims)
     assert measured["8 answers to a prompt compute its tokens once"] == 1
     for name in ("short", "long"):
-        here = samples.lengths == name
+        row_mask = samples.lengths == name
         pairs = zip(
-            samples.saved_share[here], samples.expected_share[here], strict=True
+            samples.saved_share[row_mask], samples.expected_share[row_mask], strict=True
         )
         worst = max(100 * abs(saved - expected) for saved, expected in pairs)
         (closed,) = (x for x in measured if x.startswith(f"{name} prompts: n answers"))
@@ -253,12 +253,12 @@ def test_claims_follow_from_the_result(result: measurement.Result) -> None:
     ]
     beams = "beams save more pages than as many answers; smallest difference"
     assert measured[beams] == pytest.approx(100 * min(gains))
-    (picture, *_) = kept.metrics["pictures"]
+    (picture, *_) = smoke_run.metrics["pictures"]
     assert picture["logical_pages"] == picture["pages"]
-    report = (kept.folder / "report.md").read_text()
+    report = (smoke_run.folder / "report.md").read_text()
     assert "pages saved by sequences of one request" in report
     assert "requests that begin with the same text" in report
-    assert "read_lines" in (kept.folder / "figure.svg").read_text()
+    assert "read_lines" in (smoke_run.folder / "figure.svg").read_text()
 
 
 @pytest.mark.slow

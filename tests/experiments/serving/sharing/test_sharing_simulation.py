@@ -30,14 +30,17 @@ def test_a_prefix_is_stored_once_or_in_every_reservation() -> None:
         return simulation._translations(system, 341, 10.0, 3.0, seed=1)
 
     ours = member("paged")
-    theirs = member("Orca (Oracle)")
-    own = np.asarray(theirs.workload.prompt) - 341
+    oracle_member = member("Orca (Oracle)")
+    prompt_lengths = np.asarray(oracle_member.workload.prompt) - 341
     # 21 pages of 16 hold 336 of the tokens; each request stores the other 5 itself.
-    np.testing.assert_array_equal(np.asarray(ours.workload.prompt), own + 5)
-    assert own.min() >= 1
-    assert (int(ours.capacity.num_pages), int(theirs.capacity.num_pages)) == (962, 983)
+    np.testing.assert_array_equal(np.asarray(ours.workload.prompt), prompt_lengths + 5)
+    assert prompt_lengths.min() >= 1
+    assert (int(ours.capacity.num_pages), int(oracle_member.capacity.num_pages)) == (
+        962,
+        983,
+    )
     assert ours.reservation is None
-    assert theirs.reservation is not None
+    assert oracle_member.reservation is not None
 
 
 def counted(saved: list[float]) -> SimulatedSavings:
