@@ -35,7 +35,7 @@ def search(
     early_stopping: bool | str,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the answers [width, LIMIT], padded with -1, and their scores."""
-    found = model.generate(
+    generation = model.generate(
         torch.tensor(prompt[None].astype(np.int64)),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         num_beams=width,
@@ -50,11 +50,11 @@ def search(
         output_scores=True,
     )
     tokens = np.full((width, LIMIT), -1, np.int32)
-    answers = found.sequences[:, len(prompt) :].numpy()
+    answers = generation.sequences[:, len(prompt) :].numpy()
     # The padding token may also be sampled; beam indices mark the ends of answers.
-    is_token = found.beam_indices.numpy() >= 0
+    is_token = generation.beam_indices.numpy() >= 0
     tokens[:, : answers.shape[1]] = np.where(is_token, answers, -1)
-    return tokens, found.sequences_scores.numpy()
+    return tokens, generation.sequences_scores.numpy()
 
 
 def search_all_settings(
@@ -98,13 +98,15 @@ def main() -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             HERE / name, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        found = None
+        search_arrays = None
         seed = -1
-        while found is None:
+        while search_arrays is None:
             seed += 1
-            found = search_all_settings(model, seed)
-        arrays |= {f"{name}_{key}": value for key, value in found.items()}
-        lengths, num = np.unique((found["tokens"] >= 0).sum(axis=2), return_counts=True)
+            search_arrays = search_all_settings(model, seed)
+        arrays |= {f"{name}_{key}": value for key, value in search_arrays.items()}
+        lengths, num = np.unique(
+            (search_arrays["tokens"] >= 0).sum(axis=2), return_counts=True
+        )
         print(f"{name} seed {seed}, lengths {lengths}, counts {num}")
     np.savez_compressed(HERE / "beams.npz", allow_pickle=False, **arrays)
 

@@ -152,17 +152,17 @@ def template_form(name: str, messages: list[dict[str, Any]]) -> list[dict[str, A
             message["tool_calls"] = [call(**old, call_id=f"call{i:05d}")]
         if not message.get("tool_calls"):
             message.pop("tool_calls", None)
-        for each in message.get("tool_calls", ()):
-            function = each["function"]
+        for tool_call in message.get("tool_calls", ()):
+            function = tool_call["function"]
             if name in TEXT_ARGUMENTS:
                 function["arguments"] = function["arguments"] or "{}"
             else:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
         if message["role"] == "tool" and name in TOOL_NAMES and "name" not in message:
             ids = {
-                each["id"]: each["function"]["name"]
+                tool_call["id"]: tool_call["function"]["name"]
                 for before in converted[:i]
-                for each in before.get("tool_calls", ())
+                for tool_call in before.get("tool_calls", ())
             }
             message["name"] = ids[message["tool_call_id"]]
         content = message["content"]

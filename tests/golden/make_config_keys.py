@@ -32,9 +32,9 @@ def defaults(family: str) -> dict[str, object]:
     keys = {field.name for field in dataclasses.fields(config)}
     keys |= config.to_dict().keys() | config.attribute_map.keys()
     values = config.to_dict()
-    found = {key: values.get(key, getattr(config, key)) for key in sorted(keys)}
+    key_values = {key: values.get(key, getattr(config, key)) for key in sorted(keys)}
     # `layer_types` has one entry per layer and follows from the other keys.
-    return found | ({"layer_types": None} if "layer_types" in found else {})
+    return key_values | ({"layer_types": None} if "layer_types" in key_values else {})
 
 
 if __name__ == "__main__":

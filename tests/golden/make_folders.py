@@ -118,7 +118,7 @@ def draw_config(draw: Draw, family: str) -> dict[str, Any]:
 def draw_latent(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
     """Draws latent attention, its positions, and the routing of experts."""
     groups = draw.one(1, 2, 4)
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "num_key_value_heads": draw.one(*[raw["num_attention_heads"]] * 9, 1),
         "rms_norm_eps": draw.one(*[1e-6] * 9, 1e-5),
         "kv_lora_rank": draw.one(6, 12),
@@ -138,7 +138,7 @@ def draw_latent(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
     if draw.chance(0.5):
         both = {"mscale": draw.one(1.0, 0.7), "mscale_all_dim": 0.7}
         weights = draw.one({}, {}, *[both] * 6, {"mscale": 1.0})
-        found["rope_parameters"] = weights | {
+        fields["rope_parameters"] = weights | {
             "rope_type": "yarn",
             "rope_theta": draw.one(1e4, 100.0),
             "factor": draw.one(4.0, 40),
@@ -148,26 +148,28 @@ def draw_latent(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
         }
     if family == "deepseek_v2":
         method = draw.one("greedy", "group_limited_greedy")
-        return found | {"topk_method": method} | draw.one({}, {"norm_topk_prob": False})
-    found |= {"num_nextn_predict_layers": draw.one(*[0] * 9, 1)}
-    return found | draw.one({}, {"norm_topk_prob": False})
+        return (
+            fields | {"topk_method": method} | draw.one({}, {"norm_topk_prob": False})
+        )
+    fields |= {"num_nextn_predict_layers": draw.one(*[0] * 9, 1)}
+    return fields | draw.one({}, {"norm_topk_prob": False})
 
 
 def draw_rope(draw: Draw) -> dict[str, Any]:
     """Draws parameters of rotary embeddings."""
-    found = {"rope_type": "default", "rope_theta": draw.one(1e4, 5e5, 10000, 1e6)}
+    rope = {"rope_type": "default", "rope_theta": draw.one(1e4, 5e5, 10000, 1e6)}
     rare = draw.one("linear", "dynamic", "yarn")
     kind = draw.one(*["default"] * 6, *["llama3"] * 3, "linear", rare)
     if kind == "llama3":
-        found |= {
+        rope |= {
             "factor": draw.one(8.0, 4, 32.0),
             "low_freq_factor": 1.0,
             "high_freq_factor": draw.one(4.0, 8.0),
             "original_max_position_embeddings": draw.one(8, 16),
         }
     elif kind != "default":
-        found |= {"factor": draw.one(2.0, 4.0, 1.0)}
-    return found | {"rope_type": kind}
+        rope |= {"factor": draw.one(2.0, 4.0, 1.0)}
+    return rope | {"rope_type": kind}
 
 
 def draw_windows(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def draw_windows(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]
         return {"sliding_window": draw.one(None, 6, 4096)}
     if family == "llama" or draw.chance(0.5):
         return {}
-    found = {
+    windows = {
         "use_sliding_window": draw.chance(0.6),
         "sliding_window": draw.one(6, 8, 4096),
         "max_window_layers": draw.one(0, 0, 1, num),
@@ -185,8 +187,8 @@ def draw_windows(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]
     if draw.chance(0.3) and family != "qwen3_moe":
         kinds = ["full_attention", "sliding_attention"]
         same = draw.chance(0.7) and [draw.one(*kinds)] * num
-        found["layer_types"] = same or [draw.one(*kinds) for _ in range(num)]
-    return found
+        windows["layer_types"] = same or [draw.one(*kinds) for _ in range(num)]
+    return windows
 
 
 def draw_experts(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
@@ -194,23 +196,23 @@ def draw_experts(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]
     if family not in MIXTURES:
         return {}
     num = draw.one(4, 6)
-    found = {"num_experts_per_tok": draw.one(1, 2, 3)}
+    fields = {"num_experts_per_tok": draw.one(1, 2, 3)}
     if family == "mixtral":
-        return found | {"num_local_experts": num}
-    found |= {
+        return fields | {"num_local_experts": num}
+    fields |= {
         draw.one("num_experts", "num_experts", "num_local_experts"): num,
         "moe_intermediate_size": draw.one(8, 16),
         "norm_topk_prob": draw.chance(0.5),
     }
     if family == "qwen2_moe":
-        found["num_experts"] = found.pop("num_local_experts", num)
-        found["shared_expert_intermediate_size"] = draw.one(8, 16)
-        found |= {"qkv_bias": draw.chance(0.5)} if draw.chance(0.3) else {}
+        fields["num_experts"] = fields.pop("num_local_experts", num)
+        fields["shared_expert_intermediate_size"] = draw.one(8, 16)
+        fields |= {"qkv_bias": draw.chance(0.5)} if draw.chance(0.3) else {}
     if draw.chance(0.3):
-        found["mlp_only_layers"] = draw.one([], [0], [0], [1], [1, 0])
+        fields["mlp_only_layers"] = draw.one([], [0], [0], [1], [1, 0])
     if draw.chance(0.2):
-        found["decoder_sparse_step"] = draw.one(1, 2)
-    return found
+        fields["decoder_sparse_step"] = draw.one(1, 2)
+    return fields
 
 
 HARMLESS: tuple[tuple[str, Any], ...] = (
@@ -349,11 +351,11 @@ HARMFUL: tuple[tuple[str, Any], ...] = (
 def to_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
     """Converts the rotary fields to the format of transformers 4."""
     raw = dict(raw)
-    found = dict(raw.pop("rope_parameters", {}))
-    if found:
-        raw["rope_theta"] = found.pop("rope_theta")
-        plain = found["rope_type"] == "default"
-        raw["rope_scaling"] = None if plain else found
+    rope = dict(raw.pop("rope_parameters", {}))
+    if rope:
+        raw["rope_theta"] = rope.pop("rope_theta")
+        plain = rope["rope_type"] == "default"
+        raw["rope_scaling"] = None if plain else rope
     return raw
 
 
@@ -421,7 +423,7 @@ def perturb_weights(draw: Draw, folder: pathlib.Path, family: str) -> None:
     elif kind == "head":
         tensors[head] = tensors.pop(embed)
     elif kind == "bare":
-        tensors = {name.split(".", 1)[-1]: each for name, each in tensors.items()}
+        tensors = {name.split(".", 1)[-1]: tensor for name, tensor in tensors.items()}
     elif kind == "extra":
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         tensors["transformer.h.0.attn.bias"] = torch.ones((1, 1, 64, 64))

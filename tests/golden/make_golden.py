@@ -292,8 +292,8 @@ def balance_losses(model: torch.nn.Module, ids: np.ndarray) -> dict[str, np.ndar
     with torch.no_grad():
         routers = model(torch.tensor(ids), output_router_logits=True).router_logits
     loss = transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func
-    found = [float(loss((x,), x.shape[1], top_k)) for x in routers]
-    return {"balance": np.asarray(found, np.float32)}
+    losses = [float(loss((x,), x.shape[1], top_k)) for x in routers]
+    return {"balance": np.asarray(losses, np.float32)}
 
 
 def check_feature_matters(name: str, model: torch.nn.Module, ids: np.ndarray) -> None:

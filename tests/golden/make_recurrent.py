@@ -21,21 +21,21 @@ GATES = {"lstm": 4, "gru": 3}
 def main() -> None:
     """Writes `recurrent.json` to the folder of this script."""
     torch.set_default_dtype(torch.float64)
-    found = {kind: compute(kind) for kind in GATES}
-    document = {"torch": torch.__version__, **found}
+    by_kind = {kind: compute(kind) for kind in GATES}
+    document = {"torch": torch.__version__, **by_kind}
     path = Path(__file__).parent / "recurrent.json"
     path.write_text(json.dumps(round_floats(document)) + "\n", "utf-8")
 
 
 def compute(kind: str) -> dict:
     """Returns the loss, logits and gradients of one network."""
-    made = 0
+    num_tensors = 0
 
     def wave(*shape: int) -> torch.Tensor:
-        nonlocal made
-        made += 1
+        nonlocal num_tensors
+        num_tensors += 1
         places = torch.arange(math.prod(shape))
-        return (0.5 * torch.sin(1.7 * places + made)).reshape(shape)
+        return (0.5 * torch.sin(1.7 * places + num_tensors)).reshape(shape)
 
     net = getattr(torch.nn, kind.upper())(HIDDEN, HIDDEN, LAYERS, batch_first=True)
     rows = GATES[kind] * HIDDEN

@@ -64,15 +64,15 @@ def random_files(rng: random.Random) -> dict[str, dict[str, Any]]:
     if rng.random() < 0.5:
         untyped = random_token(rng)
         untyped.pop("special")
-        found: dict[str, Any] = {}
-        found |= {role: rng.choice(TOKENS) for role in ROLES if rng.random() < 0.4}
-        found[rng.choice(ROLES)] = untyped
+        token_map: dict[str, Any] = {}
+        token_map |= {role: rng.choice(TOKENS) for role in ROLES if rng.random() < 0.4}
+        token_map[rng.choice(ROLES)] = untyped
         if rng.random() < 0.4:
-            found["additional_special_tokens"] = rng.sample(TOKENS, 2)
-        files["special_tokens_map"] = found
+            token_map["additional_special_tokens"] = rng.sample(TOKENS, 2)
+        files["special_tokens_map"] = token_map
     if rng.random() < 0.5:
-        some = rng.sample(TOKENS, 3)
-        files["added_tokens"] = {text: 10 + i for i, text in enumerate(some)}
+        sample = rng.sample(TOKENS, 3)
+        files["added_tokens"] = {text: 10 + i for i, text in enumerate(sample)}
     return files
 
 
@@ -97,21 +97,25 @@ def named_tokens(seed: int) -> dict[str, Any]:
         core.save(str(folder / "tokenizer.json"))
         for file, content in files.items():
             (folder / f"{file}.json").write_text(json.dumps(content))
-        found = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    ids = [rng.choices(range(len(found)), k=8) for _ in range(3)]
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = [rng.choices(range(len(tokenizer)), k=8) for _ in range(3)]
     return {
         "core": json.loads(core.to_str()),
         "files": files,
         "added": {
             token: [text.content, *(getattr(text, name) for name in FLAGS)]
-            for token, text in sorted(found.added_tokens_decoder.items())
+            for token, text in sorted(tokenizer.added_tokens_decoder.items())
         },
-        "roles": dict(found.special_tokens_map),
-        "eos": found.eos_token_id,
-        "encoded": [[text, found.encode(text)] for text in TEXTS],
+        "roles": dict(tokenizer.special_tokens_map),
+        "eos": tokenizer.eos_token_id,
+        "encoded": [[text, tokenizer.encode(text)] for text in TEXTS],
         "decoded": [
-            [each, found.decode(each), found.decode(each, skip_special_tokens=True)]
-            for each in ids
+            [
+                token_ids,
+                tokenizer.decode(token_ids),
+                tokenizer.decode(token_ids, skip_special_tokens=True),
+            ]
+            for token_ids in ids
         ],
     }
 

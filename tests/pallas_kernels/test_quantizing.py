@@ -90,8 +90,8 @@ def in_8_bits(case: Case, kind: Any, per: Any, dtype: Any = "float32") -> Any:
     unused = np.isnan(case.k_pages)
     worst = -128 if kind == "int8" else 0x7F  # NaN
     k, v = (np.where(unused, np.asarray(worst, x.dtype), x) for x in (k, v))
-    gone = unused.all(-1) if per == "token" else unused.all((-2, -1))
-    k_scales, v_scales = (np.where(gone, np.nan, x) for x in (k_scales, v_scales))
+    is_unused = unused.all(-1) if per == "token" else unused.all((-2, -1))
+    k_scales, v_scales = (np.where(is_unused, np.nan, x) for x in (k_scales, v_scales))
     scales = {"k_scales": k_scales, "v_scales": v_scales}
     scales = {name: x.astype(np.float32) for name, x in scales.items()}
     q = case.q.astype(dtype)
@@ -195,22 +195,24 @@ def test_a_write_reaches_its_place_and_no_other(kind: Any) -> None:
     page_ids = np.array([3, -1, 7, 0, 3, 2**31 - 1], np.int32)
     offsets = np.array([0, 1, 2, 3, 2, 0], np.int32)
     run = jax.jit(write_rows)
-    kept = np.array([0, 3, 4])
-    where = page_ids[kept], slice(None), offsets[kept]
+    written_rows = np.array([0, 3, 4])
+    where = page_ids[written_rows], slice(None), offsets[written_rows]
     for held, rows in zip(old, new, strict=True):
         numbers = held
         scales = None
         if kind is not None:
             numbers, scales = quantize(held, kind)
-        found, found_scales = run(numbers, page_ids, offsets, rows, scales=scales)
+        numbers_after, found_scales = run(
+            numbers, page_ids, offsets, rows, scales=scales
+        )
         numbers = np.array(numbers)
         if kind is not None:
             rows, worth = quantize(rows, kind)
             scales = np.array(scales)
-            scales[where] = worth[kept]
+            scales[where] = worth[written_rows]
             np.testing.assert_array_equal(found_scales, scales)
-        numbers[where] = np.asarray(rows)[kept]
-        np.testing.assert_array_equal(found, numbers)
+        numbers[where] = np.asarray(rows)[written_rows]
+        np.testing.assert_array_equal(numbers_after, numbers)
 
 
 def test_writes_name_the_scales_they_need() -> None:
@@ -245,9 +247,11 @@ def test_pages_hold_what_is_written_and_move_with_their_scales(kind: Any) -> Non
     for a, b in zip(jax.tree.leaves(pages), jax.tree.leaves(at_once), strict=True):
         np.testing.assert_array_equal(a, b)
     expected = [quantizing.dequantize(*quantize(x, kind)) for x in tokens]
-    for x, found in zip(expected, pages.layout.read(pages, 1, page_ids), strict=True):
-        np.testing.assert_array_equal(found[0, :7], x)
-        assert not found[0, 7:].any()
+    for x, page_values in zip(
+        expected, pages.layout.read(pages, 1, page_ids), strict=True
+    ):
+        np.testing.assert_array_equal(page_values[0, :7], x)
+        assert not page_values[0, 7:].any()
     copied = jax.jit(copy)(
         pages, jnp.asarray([4, 1], jnp.int32), jnp.asarray([0, 5], jnp.int32)
     )

@@ -83,10 +83,10 @@ def test_the_page_copy_needs_little_memory() -> None:
 
 @needs_compiler
 def test_the_implementation_depends_on_the_target() -> None:
-    seen = []
+    targets = []
 
     def copy(pages: Any, source: Any, target: Any) -> Any:
-        seen.append(devices.current_target())
+        targets.append(devices.current_target())
         return copy_pages(
             pages, source, target, disjoint=True, implementation="mosaic_gpu"
         )
@@ -94,7 +94,7 @@ def test_the_implementation_depends_on_the_target() -> None:
     arguments = (shape(99, 2, 16, 64), ids(3), ids(3))
     report = deviceless.compile_function(copy, *arguments, donate_argnums=0)
     assert [kernel.name[:9] for kernel in report.kernels] == ["copy_part"]
-    assert seen[0] == devices.Target("gpu", "NVIDIA H200", 132, "9.0")
+    assert targets[0] == devices.Target("gpu", "NVIDIA H200", 132, "9.0")
     assert devices.current_target().platform == "cpu"
 
 
@@ -140,10 +140,10 @@ def test_sharded_programs_exchange_data() -> None:
         run, x, shape(3, dtype="float32"), mesh=mesh
     ).text
     reduce = re.findall(r"= (\S+) all-reduce(?:-start)?\(", text)
-    assert [each.partition("{")[0] for each in reduce] == ["f32[32,3]"]
+    assert [exchanged.partition("{")[0] for exchanged in reduce] == ["f32[32,3]"]
     # Replicated arguments are whole on every device; the compiler divides the rest.
-    whole = jax.ShapeDtypeStruct((64, 6), "float32")
-    text = deviceless.compile_function(lambda x: x * 2, whole, mesh=mesh).text
+    array_shape = jax.ShapeDtypeStruct((64, 6), "float32")
+    text = deviceless.compile_function(lambda x: x * 2, array_shape, mesh=mesh).text
     assert "f32[64,6]" in text
     assert (
         "all-gather"

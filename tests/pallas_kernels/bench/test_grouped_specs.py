@@ -16,9 +16,9 @@ TINY = next(spec for spec in SETS["tiny"] if spec.kind == "grouped")
 
 
 def test_names_are_complete() -> None:
-    known = [spec.name for spec in SETS["real"]]
-    assert "grouped-t32-2of8-4096x14336" in known
-    assert "grouped-t64-6of64-1408x2048" in known
+    spec_names = [spec.name for spec in SETS["real"]]
+    assert "grouped-t32-2of8-4096x14336" in spec_names
+    assert "grouped-t64-6of64-1408x2048" in spec_names
     assert TINY.name == "grouped-t9-2of4-24x40-float32"
 
 
@@ -30,8 +30,8 @@ def test_counts_equal_hand_computed_ones() -> None:
     assert (down.width, down.columns) == (14336, 4096)
     assert down.bytes == one.bytes
     # All experts are in use, and exactly these.
-    many = dataclasses.replace(one, tokens=1000)
-    assert many.bytes == 2 * (8 * 4096 * 14336 + 2000 * (4096 + 14336))
+    large_spec = dataclasses.replace(one, tokens=1000)
+    assert large_spec.bytes == 2 * (8 * 4096 * 14336 + 2000 * (4096 + 14336))
 
 
 def test_tokens_go_to_different_experts() -> None:

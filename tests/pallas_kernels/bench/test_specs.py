@@ -47,12 +47,12 @@ def test_names_are_complete() -> None:
     for shapes in SETS.values():
         assert len({spec.name for spec in shapes}) == len(shapes)
         assert len(set(shapes)) == len(shapes)
-    known = [spec.name for spec in SETS["real"]]
-    assert "decode-b8-8k-32x8-p16" in known
-    assert "decode-b32-4k-9x3d64-p16" in known
-    assert "tree-b8-t26-8k-32x8-p16" in known
-    assert "prefix-b64-s8k-8448-32x8-p16" in known
-    assert "decode-b64-8k-32x8-p16-one_long" in known
+    spec_names = [spec.name for spec in SETS["real"]]
+    assert "decode-b8-8k-32x8-p16" in spec_names
+    assert "decode-b32-4k-9x3d64-p16" in spec_names
+    assert "tree-b8-t26-8k-32x8-p16" in spec_names
+    assert "prefix-b64-s8k-8448-32x8-p16" in spec_names
+    assert "decode-b64-8k-32x8-p16-one_long" in spec_names
     assert SETS["tiny"][0].name == "decode-b3-40-4x2d16-p8-uniform-float32"
 
 

@@ -73,10 +73,10 @@ def test_the_error_is_that_of_the_type(dtype: str) -> None:
     arrays = draw(70, 70, 4, 2, 32, dtype)
     expected = in_float64(bench.attention, *arrays)
     same = jax.jit(bench.attention)(*arrays)
-    found = jax.jit(partial(flash_attention, tile=16))(*arrays)
-    assert found[0].dtype == dtype
-    assert found[1].dtype == jnp.float32
-    for a, b, c in zip(found, same, expected, strict=True):
+    outputs = jax.jit(partial(flash_attention, tile=16))(*arrays)
+    assert outputs[0].dtype == dtype
+    assert outputs[1].dtype == jnp.float32
+    for a, b, c in zip(outputs, same, expected, strict=True):
         exact = np.asarray(c)
         error = np.abs(np.asarray(a, np.float64) - exact)
         plain_error = np.abs(np.asarray(b, np.float64) - exact)

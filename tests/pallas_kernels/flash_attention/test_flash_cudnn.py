@@ -19,8 +19,8 @@ from tests.support.mutation import replace
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
-    replace(monkeypatch, devices, "current_target", lambda: there)
+    target = devices.Target("gpu", "NVIDIA H200", 132, "9.0")
+    replace(monkeypatch, devices, "current_target", lambda: target)
 
 
 def calls(
@@ -67,8 +67,8 @@ def test_a_refusal_of_cudnn_has_a_reason(sizes: Any, reason: str) -> None:
 
 
 def test_an_old_gpu_gets_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = devices.Target("gpu", "Tesla T4", 40, "7.5")
-    replace(monkeypatch, devices, "current_target", lambda: there)
+    target = devices.Target("gpu", "Tesla T4", 40, "7.5")
+    replace(monkeypatch, devices, "current_target", lambda: target)
     assert calls() == []
     with pytest.raises(ValueError, match=r"compute capability 7.5, not 8.0"):
         calls(implementation="cudnn")
@@ -100,7 +100,7 @@ def test_gradients_of_both_results(
 
     grad = partial(jax.grad, argnums=(0, 1, 2))
     expected = grad(partial(loss, partial(bench.attention, window=7)))(*arrays)
-    found = jax.jit(grad(partial(loss, partial(flash_attention, window=7))))(*arrays)
+    grads = jax.jit(grad(partial(loss, partial(flash_attention, window=7))))(*arrays)
     assert served == [7]
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(grads, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)

@@ -17,15 +17,15 @@ def draw(dtype: str) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     shapes = [(2, 2, 3, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)]
     arrays = tuple(jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
-    seen = rng.random((5, 7)) < 0.6
-    seen[2] = False
-    return arrays, jnp.asarray(seen)
+    mask = rng.random((5, 7)) < 0.6
+    mask[2] = False
+    return arrays, jnp.asarray(mask)
 
 
-def plain(q: Any, k: Any, v: Any, seen: Any, scale: float) -> tuple[Any, Any]:
+def plain(q: Any, k: Any, v: Any, mask: Any, scale: float) -> tuple[Any, Any]:
     """Softmax over a subset, computed for each query separately."""
     scores = jnp.einsum("bhgqd,bhkd->bhgqk", q, k) * jnp.asarray(scale, q.dtype)
-    weights = jnp.where(seen[None, None, None], jnp.exp(scores), jnp.zeros_like(scores))
+    weights = jnp.where(mask[None, None, None], jnp.exp(scores), jnp.zeros_like(scores))
     total = weights.sum(-1)
     safe = jnp.where(total > 0, total, jnp.ones_like(total))
     out = jnp.einsum("bhgqk,bhkd->bhgqd", weights / safe[..., None], v)
@@ -34,9 +34,9 @@ def plain(q: Any, k: Any, v: Any, seen: Any, scale: float) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 0.04)])
 def test_outputs_and_gradients_of_queries_without_keys(dtype, error) -> None:
-    arrays, seen = draw(dtype)
+    arrays, mask = draw(dtype)
     out, lse = jax.jit(single_tile.attend_single_tile, static_argnums=4)(
-        *arrays, seen, 0.3
+        *arrays, mask, 0.3
     )
     assert out.dtype == dtype
     assert lse.dtype == jnp.float32
@@ -44,10 +44,10 @@ def test_outputs_and_gradients_of_queries_without_keys(dtype, error) -> None:
     assert bool(jnp.isneginf(lse[..., 2]).all())
 
     def actual(*arrays: Any) -> Any:
-        return single_tile.attend_single_tile(*arrays, seen, 0.3)
+        return single_tile.attend_single_tile(*arrays, mask, 0.3)
 
     def exact(*arrays: Any) -> Any:
-        return plain(*arrays, seen, 0.3)
+        return plain(*arrays, mask, 0.3)
 
     slope = functools.partial(jax.grad, argnums=(0, 1, 2))
     grads = jax.jit(slope(functools.partial(total, actual)))(*arrays)

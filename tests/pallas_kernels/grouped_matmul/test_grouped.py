@@ -99,12 +99,12 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
     group = np.repeat(np.arange(4), case.group_sizes)
     rng = np.random.default_rng(0)
     for count in (1, 60):
-        some = rng.permutation(91)[:count]
-        some = some[np.argsort(group[some], kind="stable")]
-        sizes = jnp.asarray(np.bincount(group[some], minlength=4), jnp.int32)
-        few = Case(x=case.x[some], w=case.w, group_sizes=sizes)
+        subset = rng.permutation(91)[:count]
+        subset = subset[np.argsort(group[subset], kind="stable")]
+        sizes = jnp.asarray(np.bincount(group[subset], minlength=4), jnp.int32)
+        few = Case(x=case.x[subset], w=case.w, group_sizes=sizes)
         out = np.asarray(product(few, numerics="reproducible"))
-        assert (out == full[some]).all()
+        assert (out == full[subset]).all()
 
 
 def test_vmap_equals_single_runs() -> None:
@@ -157,8 +157,8 @@ def test_blocks_cover_every_row_once(align: int, block_rows: int) -> None:
             owner[begin:end] = group
             assert (group < len(sizes)) == (i < int(blocks.num_grouped))
         ranks = np.repeat(np.arange(len(sizes)), sizes)
-        rest = np.full(num_rows - len(ranks), len(sizes))
-        np.testing.assert_array_equal(owner, [*ranks, *rest])
+        padding = np.full(num_rows - len(ranks), len(sizes))
+        np.testing.assert_array_equal(owner, [*ranks, *padding])
 
 
 def test_the_bound_on_blocks_is_reached() -> None:

@@ -163,7 +163,7 @@ def test_the_public_function_uses_the_kernel_if_supported(
     ],
 )
 def test_a_mesh_names_its_devices(kind: str, capability: str) -> None:
-    there = AbstractDevice(device_kind=kind, num_cores=7, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=there)
+    device = AbstractDevice(device_kind=kind, num_cores=7, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         assert devices.current_target() == Target("gpu", kind, 7, capability)

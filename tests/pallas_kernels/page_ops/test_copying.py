@@ -96,14 +96,14 @@ def test_a_copy_reaches_every_layer_and_no_other_page() -> None:
 def test_many_copies_in_several_turns() -> None:
     rng = np.random.default_rng(1)
     copy = jax.jit(memory.copy)
-    most = 5 * NUM_PAGES
+    num_pages = 5 * NUM_PAGES
     pages = Pages(
-        numbered(2, most, 1, 2, 3), numbered(2, most, 1, 2, 3), DEFAULT_LAYOUT
+        numbered(2, num_pages, 1, 2, 3), numbered(2, num_pages, 1, 2, 3), DEFAULT_LAYOUT
     )
     for chance in (0.0, 0.1, 0.5, 1.0):
-        ids = rng.permutation(most).astype(np.int32)
-        source = ids[: most // 2]
-        target = ids[most // 2 :]
+        ids = rng.permutation(num_pages).astype(np.int32)
+        source = ids[: num_pages // 2]
+        target = ids[num_pages // 2 :]
         source = np.where(rng.random(source.size) < chance, source, NO_PAGE)
         after = copy(pages, source, target)
         for old, new in zip(*map(jax.tree.leaves, (pages, after)), strict=True):

@@ -87,9 +87,9 @@ def emulate(case: Case) -> Any:
 def only_rows(case: Case, packed: Any) -> Any:
     """Packed queries with zeros outside the rows, which the kernel leaves undefined."""
     group = case.qkv.shape[2] - 2
-    found = row_packing.unpack_rows(packed, case.packing, group=group, fill=0.0)
+    unpacked = row_packing.unpack_rows(packed, case.packing, group=group, fill=0.0)
     kv_heads = packed.shape[1]
-    return row_packing.pack_queries(found, case.packing, kv_heads=kv_heads)
+    return row_packing.pack_queries(unpacked, case.packing, kv_heads=kv_heads)
 
 
 def refer(case: Case) -> Any:
@@ -99,16 +99,16 @@ def refer(case: Case) -> Any:
 
 def test_the_reference_rotates_and_writes_row_by_row() -> None:
     case = make(kv_heads=2, group=3, head_dim=8, dtype=jnp.float32)
-    found = write_rotated_kv(*case[:-1], packing=case.packing, **OF_LAYER)
+    outputs = write_rotated_kv(*case[:-1], packing=case.packing, **OF_LAYER)
     x = np.asarray(case.qkv, np.float64)
     # Pairs as complex numbers, multiplied by the unit number of their angle.
     cos, sin = (np.asarray(turn[:, :1, :1], np.float64) for turn in case.cos_sin)
     turned = (x[..., :4] + 1j * x[..., 4:]) * (cos + 1j * sin)
     turned = np.concatenate([turned.real, turned.imag], -1)
-    np.testing.assert_allclose(found.q, turned[:, :, :3], atol=1e-6)
+    np.testing.assert_allclose(outputs.q, turned[:, :, :3], atol=1e-6)
     # Slot 0 has three rows, two of them in the first block; slot 2 has two.
-    assert found.packed_q is not None
-    packed = np.asarray(found.packed_q)[:, :, :6].reshape(-1, 2, 2, 3, 8)
+    assert outputs.packed_q is not None
+    packed = np.asarray(outputs.packed_q)[:, :, :6].reshape(-1, 2, 2, 3, 8)
     for block, rows in enumerate([(0, 1), (2,), (4, 5)]):
         for token, row in enumerate(rows):
             np.testing.assert_allclose(
@@ -119,8 +119,8 @@ def test_the_reference_rotates_and_writes_row_by_row() -> None:
     for row in (0, 1):
         k[NUM_PAGES + PAGE[row], :, PLACE[row]] = turned[row, :, 3]
         v[NUM_PAGES + PAGE[row], :, PLACE[row]] = x[row, :, 4]
-    np.testing.assert_allclose(found.k_pages, k, atol=1e-6)
-    np.testing.assert_array_equal(found.v_pages, v)
+    np.testing.assert_allclose(outputs.k_pages, k, atol=1e-6)
+    np.testing.assert_array_equal(outputs.v_pages, v)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_the_kernel_has_the_reference_s_bits(
 ) -> None:
     case = make(kv_heads, group, head_dim, dtype)
     expected = refer(case)
-    for found, each in zip(emulate(case), expected, strict=True):
-        assert found.dtype == each.dtype
-        assert np.asarray(found).tobytes() == np.asarray(each).tobytes()
+    for kernel_leaf, expected_leaf in zip(emulate(case), expected, strict=True):
+        assert kernel_leaf.dtype == expected_leaf.dtype
+        assert np.asarray(kernel_leaf).tobytes() == np.asarray(expected_leaf).tobytes()
 
 
 BUGS = {
@@ -159,10 +159,10 @@ BUGS = {
 def fails(case: Case, expected: Any) -> bool:
     """Returns True if the emulator raises an error or the bits differ."""
     try:
-        found = emulate(case)
+        kernel_outputs = emulate(case)
     except (RuntimeError, ValueError) as error:
         return bool(re.search(rf"{emulating.NOTICED}|CpuCallback", str(error)))
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(kernel_outputs, expected, strict=True)
     return any(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
 
 

@@ -63,8 +63,8 @@ def test_few_queries_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     case = make_case(np.random.default_rng(3), [(70, 1), (0, 1), (0, 0)], decode=True)
     group = case.q.shape[1] // case.k_pages.shape[1]
     products = []
-    for most in (reference.FEW_SLOTS, 0):
-        monkeypatch.setattr(reference, "FEW_SLOTS", most)
+    for max_slots in (reference.FEW_SLOTS, 0):
+        monkeypatch.setattr(reference, "FEW_SLOTS", max_slots)
         traced = jax.jit(lambda *case: attend_arrays(*case)).trace(*case)
         products.append(str(traced.jaxpr).count("dot_general["))
         check(traced.lower().compile()(*case), oracle(case))
@@ -77,12 +77,12 @@ def test_the_size_of_a_tile_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     small = reference.POSITION_TILE
     large = reference.MAX_TILE
     assert small < large <= len(case.q)
-    found = []
+    states = []
     for size in (large, small):
         monkeypatch.setattr(reference, "MAX_TILE", size)
-        found.append(jax.jit(lambda *case: attend_arrays(*case))(*case))
-    check(found[0], oracle(case))
-    assert_same(*found)
+        states.append(jax.jit(lambda *case: attend_arrays(*case))(*case))
+    check(states[0], oracle(case))
+    assert_same(*states)
 
 
 HEADS: Any = dict(kv_heads=2, group=3, head_dim=12)
@@ -113,8 +113,8 @@ def test_a_tree_after_wide_blocks(context: int) -> None:
     ancestors = rng.random((130, 303 - max(context, 0))) < 0.5
     root = np.array([context], np.int32)
     tree: dict[str, Any] = dict(context=root, ancestors=ancestors)
-    found = attend(*case, **tree)
-    check(found, oracle(case, **(tree if context >= 0 else {})))
+    state = attend(*case, **tree)
+    check(state, oracle(case, **(tree if context >= 0 else {})))
 
 
 @pytest.mark.slow
@@ -215,17 +215,19 @@ def test_garbage_instead_of_nan_changes_no_bit() -> None:
 def test_reproducible_bits_do_not_depend_on_the_other_rows() -> None:
     case, _ = plain()
     rows = len(case.positions)
-    whole = attend(*case, numerics="reproducible")
+    full_state = attend(*case, numerics="reproducible")
     for seed in range(4):
         rng = np.random.default_rng(seed)
-        kept = rng.random(rows) < 0.5
+        row_mask = rng.random(rows) < 0.5
         assert case.slots is not None
-        slots = np.where(kept, case.slots, -1).astype(np.int32)
-        positions = np.where(kept, case.positions, -1).astype(np.int32)
+        slots = np.where(row_mask, case.slots, -1).astype(np.int32)
+        positions = np.where(row_mask, case.positions, -1).astype(np.int32)
         fewer = case._replace(slots=slots, positions=positions)
         state = attend(*fewer, numerics="reproducible")
-        for a, b in zip(state, whole, strict=True):
-            np.testing.assert_array_equal(np.asarray(a)[kept], np.asarray(b)[kept])
+        for a, b in zip(state, full_state, strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(a)[row_mask], np.asarray(b)[row_mask]
+            )
 
 
 def test_a_state_without_keys_is_neutral() -> None:

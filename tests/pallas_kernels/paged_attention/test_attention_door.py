@@ -97,10 +97,10 @@ def test_a_step_of_decode_and_chunks(emulated: list[str]) -> None:
             tiling=emulating.TILINGS,
         )
 
-    found = jax.block_until_ready(attend(arrays))
+    state = jax.block_until_ready(attend(arrays))
     assert emulated == ["decode", "prefill"]
-    assert found.out.dtype == jnp.bfloat16
-    assert_within_rule(case, found.out.astype(jnp.float32), found.lse)
+    assert state.out.dtype == jnp.bfloat16
+    assert_within_rule(case, state.out.astype(jnp.float32), state.lse)
 
 
 def plan_of(num_rows: int, num_slots: int, **others: Any) -> dispatch.StepPlan:
@@ -130,11 +130,11 @@ def test_a_plan_keeps_its_tiling() -> None:
     )
     view = api.RowView(ids, *rows)
     plan = api.make_plan(q, k, view, tiling=emulating.TILINGS)
-    own = api.make_plan(q, k, view)
+    own_plan = api.make_plan(q, k, view)
     assert plan is not None
-    assert own is not None
+    assert own_plan is not None
     assert plan.tiling == emulating.TILINGS
-    assert own.tiling == dispatch.default_tilings(64)
+    assert own_plan.tiling == dispatch.default_tilings(64)
 
 
 def test_one_kernel_runs_if_shapes_decide() -> None:
@@ -163,18 +163,18 @@ def test_few_rows_fill_no_more_blocks_than_planned() -> None:
     """Every slot has the most rows that count as few: all blocks are used."""
     slots = np.repeat(np.arange(5), 32)
     positions = np.tile(np.arange(32), 5)
-    made = dispatch.make_step_plan(
+    step_plan = dispatch.make_step_plan(
         *(jnp.asarray(x, jnp.int32) for x in (positions, slots)),
         num_slots=5,
         kv_heads=1,
         group=4,
         head_dim=64,
     )
-    assert made.few is not None
-    assert made.prefill is not None
-    assert made.few.low.shape == (10,)
-    assert (np.asarray(made.few.packing.block) < 10).all()
-    assert not made.prefill.tiles[prefill_plan.NUM_KV].any()
+    assert step_plan.few is not None
+    assert step_plan.prefill is not None
+    assert step_plan.few.low.shape == (10,)
+    assert (np.asarray(step_plan.few.packing.block) < 10).all()
+    assert not step_plan.prefill.tiles[prefill_plan.NUM_KV].any()
 
 
 @pytest.mark.usefixtures("hopper")

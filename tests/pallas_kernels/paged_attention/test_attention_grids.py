@@ -32,11 +32,13 @@ ALL: dict[str, Any] = dict(softcap=3.0, sinks=True, alibi=True, window=40, scale
 def per_head(features: dict[str, Any], q_heads: int, seed: int = 0) -> dict[str, Any]:
     """The features, with random numbers per head for those given only by name."""
     rng = np.random.default_rng(seed)
-    drawn = {
+    head_features = {
         "sinks": rng.normal(size=q_heads).astype(np.float32),
         "alibi": 2.0 ** -rng.integers(1, 9, q_heads).astype(np.float32),
     }
-    return {name: drawn[name] if x is True else x for name, x in features.items()}
+    return {
+        name: head_features[name] if x is True else x for name, x in features.items()
+    }
 
 
 def random_tree(rng: np.random.Generator, num: int) -> np.ndarray:
@@ -73,11 +75,13 @@ def test_slots_without_a_tree_next_to_one_are_causal(numerics: Any) -> None:
     is_tree = case.slots == 0
     mask[is_tree, :9] = random_tree(rng, 9)
     context = np.array([70, -1, -1], np.int32)
-    found = attend(*case, numerics=numerics, context=context, ancestors=mask, **ask)
+    mixed_state = attend(
+        *case, numerics=numerics, context=context, ancestors=mask, **ask
+    )
     plain = attend(*case, numerics=numerics, **ask)
     context = np.array([70, 80, 12], np.int32)
     tree = attend(*case, numerics=numerics, context=context, ancestors=mask, **ask)
-    for actual, alone, next_to_tree in zip(found, plain, tree, strict=True):
+    for actual, alone, next_to_tree in zip(mixed_state, plain, tree, strict=True):
         rows = case.slots > 0
         np.testing.assert_array_equal(actual[rows], alone[rows])
         np.testing.assert_array_equal(actual[is_tree], next_to_tree[is_tree])
@@ -210,17 +214,17 @@ def partition_case() -> tuple[Case, AttentionState, dict[str, Any]]:
     return case, attend(*case, **ask), ask
 
 
-def part(seen: np.ndarray, **changes: Any) -> AttentionState:
+def part(mask: np.ndarray, **changes: Any) -> AttentionState:
     """The state over the places selected in `[rows, PLACES]`."""
     case, _, ask = partition_case()
     nothing = np.zeros(3, np.int32)
-    return attend(*case, context=nothing, ancestors=seen, **(ask | changes))
+    return attend(*case, context=nothing, ancestors=mask, **(ask | changes))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
 def test_any_partition_merges_in_any_order_and_grouping(seed: int) -> None:
-    _, whole, _ = partition_case()
+    _, full_state, _ = partition_case()
     rng = np.random.default_rng(seed)
     # Some parts are empty for some rows.
     owner = rng.choice(
@@ -228,8 +232,8 @@ def test_any_partition_merges_in_any_order_and_grouping(seed: int) -> None:
     )
     states = [part(owner == index) for index in range(3)]
     for a, b, c in itertools.permutations(states):
-        check(merge_states(merge_states(a, b), c), whole, 1e-5)
-        check(merge_states(a, merge_states(b, c)), whole, 1e-5)
+        check(merge_states(merge_states(a, b), c), full_state, 1e-5)
+        check(merge_states(a, merge_states(b, c)), full_state, 1e-5)
 
 
 def test_merging_equals_float64_for_any_log_sum_exps() -> None:
@@ -243,8 +247,8 @@ def test_merging_equals_float64_for_any_log_sum_exps() -> None:
     top = np.where(np.isneginf(lse).all(0), 0, lse.max(0)).astype(float)
     weight = np.exp(lse - top)
     total = weight.sum(0)
-    some = np.where(total > 0, total, 1)
-    mixed = (np.nan_to_num(out) * weight[..., None]).sum(0) / some[..., None]
+    divisor = np.where(total > 0, total, 1)
+    mixed = (np.nan_to_num(out) * weight[..., None]).sum(0) / divisor[..., None]
     with np.errstate(divide="ignore"):
         expected = mixed, np.where(total > 0, np.log(total) + top, -np.inf)
     states = [
@@ -261,10 +265,12 @@ def test_merging_equals_float64_for_any_log_sum_exps() -> None:
 
 
 def test_a_sink_is_a_state_without_a_value() -> None:
-    case, whole, ask = partition_case()
+    case, full_state, ask = partition_case()
     sinks = np.array([-1.0, 0.0, 2.0, -np.inf], np.float32)
-    lse = jnp.broadcast_to(jnp.asarray(sinks)[None, :], whole.lse.shape)
-    merged = merge_states(whole, AttentionState(jnp.zeros_like(whole.out), lse))
+    lse = jnp.broadcast_to(jnp.asarray(sinks)[None, :], full_state.lse.shape)
+    merged = merge_states(
+        full_state, AttentionState(jnp.zeros_like(full_state.out), lse)
+    )
     check(attend(*case, sinks=sinks, **ask), merged, 1e-5)
     # Exactly one part has the sink.
     place = np.broadcast_to(np.arange(PLACES), (3, PLACES))

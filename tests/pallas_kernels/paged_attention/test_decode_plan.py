@@ -88,8 +88,8 @@ def check_schedule(
         ([100_000], 8, 132),
         # Totals around a multiple of the programs.
         *(
-            ([64 * (12 * each + over - 4), 64 * 3, 0, 17], 1, 12)
-            for each in (1, 5)
+            ([64 * (12 * rounds + over - 4), 64 * 3, 0, 17], 1, 12)
+            for rounds in (1, 5)
             for over in (-1, 0, 1)
         ),
     ],

@@ -80,9 +80,9 @@ def test_queries_that_are_packed_already() -> None:
     """Unused rows have any values; slots with one row and with several."""
     sizes: Any = dict(page_size=16, kv_heads=1, group=5, padding=2)
     case = make_case([(63, 3), (0, 0), (5, 14)], **sizes)
-    found = run(case, is_packed=True)
-    assert_within_rule(case, *found)
-    for one, other in zip(found, run(case), strict=True):
+    outputs = run(case, is_packed=True)
+    assert_within_rule(case, *outputs)
+    for one, other in zip(outputs, run(case), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

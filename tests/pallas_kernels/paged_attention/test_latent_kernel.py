@@ -297,7 +297,7 @@ def test_the_public_function_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) ->
             lambda *x, interpret, **y: emulated(*x, **y),
         )
         arrays = case.arrays()
-        found = jax.jit(
+        state = jax.jit(
             lambda q, k, ids, positions: attend_arrays(
                 q,
                 k,
@@ -310,6 +310,6 @@ def test_the_public_function_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) ->
                 tiling=tiling,
             )
         )(*(arrays[name] for name in ("q", "k_pages", "page_ids", "positions")))
-        jax.block_until_ready(found)
-    assert found.out.shape == (2, 128, VALUE_WIDTH)
-    assert_within_rule(case, found.out.astype(jnp.float32), found.lse)
+        jax.block_until_ready(state)
+    assert state.out.shape == (2, 128, VALUE_WIDTH)
+    assert_within_rule(case, state.out.astype(jnp.float32), state.lse)

@@ -56,7 +56,7 @@ def emulate(mixed: Mixed) -> tuple[Any, Any]:
     case, few = mixed
 
     def run(arrays: dict[str, Any], states: Any, plan: Any, interpret: Any) -> Any:
-        many = prefill_plan.plan_prefill(
+        step_plan = prefill_plan.plan_prefill(
             arrays["positions"],
             arrays["slots"],
             num_slots=len(SLOTS),
@@ -65,7 +65,7 @@ def emulate(mixed: Mixed) -> tuple[Any, Any]:
         )
         return prefill.attend_prefill(
             *emulating.among_layers(arrays),
-            many,
+            step_plan,
             decode_output=merge_fused.DecodePartials(states, plan, few.tiling),
             layer=jnp.int32(1),
             num_layers=3,

@@ -36,8 +36,8 @@ def emulate(case: Case, dtype: Any = jnp.float32) -> Any:
         return jax.block_until_ready(call(case.arrays, interpret))
 
 
-def assert_same(case: Case, found: Any) -> None:
-    out, lse = found
+def assert_same(case: Case, outputs: Any) -> None:
+    out, lse = outputs
     expected, expected_lse = case.by_twin()
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     used = case.plan.packing.row.shape[1] * case.group

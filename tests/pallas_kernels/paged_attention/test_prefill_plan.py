@@ -58,14 +58,16 @@ def make(positions: np.ndarray, slots: np.ndarray, **options: Any) -> Made:
         sizes: dict[str, Any] = {"num_slots": 4, "few": 32, "tiling": TILING} | options
         return prefill_plan.plan_prefill(positions, slots, **sizes)
 
-    made = jax.jit(plan)(*(jnp.asarray(x, jnp.int32) for x in (positions, slots)))
-    made = jax.tree.map(np.asarray, made)
+    plan_arrays = jax.jit(plan)(
+        *(jnp.asarray(x, jnp.int32) for x in (positions, slots))
+    )
+    plan_arrays = jax.tree.map(np.asarray, plan_arrays)
     lines = {
-        name: made.tiles[getattr(prefill_plan, name.upper())]
+        name: plan_arrays.tiles[getattr(prefill_plan, name.upper())]
         for name in Made._fields[2:]
     }
-    lines["whole"] = made.tiles[prefill_plan.IS_FULL :][:2].T
-    return Made(made.position, made.tile_of, **lines)
+    lines["whole"] = plan_arrays.tiles[prefill_plan.IS_FULL :][:2].T
+    return Made(plan_arrays.position, plan_arrays.tile_of, **lines)
 
 
 def test_a_plan_computed_by_hand() -> None:
@@ -110,29 +112,29 @@ def test_every_row_is_in_one_tile(seed: int) -> None:
     if num_rows > 100:  # padding within a chunk
         positions[rng.integers(0, num_rows, 9)] = -1
     plan = make(positions, slots, few=few, window=window)
-    seen = np.zeros(num_rows, int)
+    tile_counts = np.zeros(num_rows, int)
     counts = [np.sum((slots == slot) & (positions >= 0)) for slot in range(4)]
     for tile in range(plan.num_used):
         slot = int(plan.slot[tile])
         row = int(plan.row[tile])
         assert row % 8 == 0
         assert row + 128 <= prefill_plan.num_padded(num_rows)
-        mine = np.arange(int(plan.begin[tile]), int(plan.end[tile]))
-        mine = mine[positions[mine] >= 0]
-        assert set(slots[mine]) == {slot}
+        tile_rows = np.arange(int(plan.begin[tile]), int(plan.end[tile]))
+        tile_rows = tile_rows[positions[tile_rows] >= 0]
+        assert set(slots[tile_rows]) == {slot}
         assert counts[slot] > few
-        assert (plan.tile_of[mine] == tile).all()
-        assert (plan.position[mine] == positions[mine]).all()
-        assert row <= mine.min()
-        assert mine.max() < row + 128
-        seen[mine] += 1
+        assert (plan.tile_of[tile_rows] == tile).all()
+        assert (plan.position[tile_rows] == positions[tile_rows]).all()
+        assert row <= tile_rows.min()
+        assert tile_rows.max() < row + 128
+        tile_counts[tile_rows] += 1
         for half in range(2):
-            inside = (mine - row) // 64 == half
+            inside = (tile_rows - row) // 64 == half
             assert plan.whole[tile, half] == (inside.sum() == 64)
-        check_keys(plan, tile, positions[mine], window)
-    many = [counts[slot] > few if slot >= 0 else False for slot in slots]
-    expected = np.where(many, positions >= 0, False)
-    np.testing.assert_array_equal(seen, expected)
+        check_keys(plan, tile, positions[tile_rows], window)
+    is_prefill = [counts[slot] > few if slot >= 0 else False for slot in slots]
+    expected = np.where(is_prefill, positions >= 0, False)
+    np.testing.assert_array_equal(tile_counts, expected)
     assert (plan.tile_of[~expected] == len(plan.row)).all()
     used = plan.num_kv[: plan.num_used]
     assert (used > 0).all()
