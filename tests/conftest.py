@@ -106,13 +106,15 @@ def _compile_fast() -> None:
     added = field(3, field(3, field(500, extra)))
 
     def make(*args: Any, backend: Any = None, **options: Any) -> Any:
-        found = default_options(*args, backend=backend, **options)
+        options_proto = default_options(*args, backend=backend, **options)
         if not _is_fast or getattr(backend, "platform", "") != "cpu":
-            return found
-        debug = found.executable_build_options.debug_options
+            return options_proto
+        debug = options_proto.executable_build_options.debug_options
         debug.xla_backend_optimization_level = 0
         debug.xla_llvm_disable_expensive_passes = True
-        return type(found).ParseFromString(found.SerializeAsString() + added)
+        return type(options_proto).ParseFromString(
+            options_proto.SerializeAsString() + added
+        )
 
     compiler.get_compile_options = make  # ty: ignore[invalid-assignment]
 
@@ -319,9 +321,9 @@ def work_folder(
     """Enters an empty folder and registers the experiment as `made_up`; returns it."""
     configs = tuple(experiment.configs)
     entry = registry.RegistryEntry("made_up", experiment.question, configs, "")
-    known = [*registry.entries(), entry]
+    entries = [*registry.entries(), entry]
     load = registry.load_experiment
-    replace(monkeypatch, registry, "entries", lambda: known)
+    replace(monkeypatch, registry, "entries", lambda: entries)
     replace(
         monkeypatch,
         registry,

@@ -12,9 +12,11 @@ from jax._src import compiler
 def xla_cpu_options() -> tuple[int, bool]:
     """Returns XLA's optimisation level on CPUs, and True if it uses older emitters."""
     backend = jax.devices()[0].client
-    found = compiler.get_compile_options(1, 1, backend=backend)
-    level = found.executable_build_options.debug_options.xla_backend_optimization_level
-    return level, b"xla_cpu_disable_new_fusion_emitters" in found.SerializeAsString()
+    options = compiler.get_compile_options(1, 1, backend=backend)
+    level = (
+        options.executable_build_options.debug_options.xla_backend_optimization_level
+    )
+    return level, b"xla_cpu_disable_new_fusion_emitters" in options.SerializeAsString()
 
 
 def test_programs_compile_without_optimisation() -> None:

@@ -59,9 +59,9 @@ def test_notebooks_are_made_from_their_pages() -> None:
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    found = script.notebook_pages()
-    assert sorted(found) == NOTEBOOKS
-    for path, page in found.items():
+    notebooks = script.notebook_pages()
+    assert sorted(notebooks) == NOTEBOOKS
+    for path, page in notebooks.items():
         notebook = script.make_notebook(page)
         is_equal = path.read_text(encoding="utf-8") == notebook
         assert is_equal, f"{path.name}: run `python docs/make_notebooks.py`"
@@ -186,8 +186,8 @@ class Links(HTMLParser):
 
 
 def css_targets(text: str) -> list[str]:
-    found = re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", text)
-    return [a or b for a, b in found if not a.startswith(("data:", "#"))]
+    references = re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", text)
+    return [a or b for a, b in references if not a.startswith(("data:", "#"))]
 
 
 def is_external(target: str) -> bool:
@@ -228,8 +228,8 @@ def test_the_site_loads_nothing_from_another_host(site, built_pages):
         if is_external(target)
     }
     for path in site.rglob("*.css"):
-        found = css_targets(path.read_text(encoding="utf-8"))
-        loaded |= {f"{path.name}: {x}" for x in found if is_external(x)}
+        targets = css_targets(path.read_text(encoding="utf-8"))
+        loaded |= {f"{path.name}: {x}" for x in targets if is_external(x)}
     assert not loaded
     # The theme's program loads a library from another host for diagrams of this class.
     for path in built_pages:
@@ -241,7 +241,7 @@ def test_the_search_works_from_the_file_system(site, built_pages):
     """Without a server, a page can load scripts, and neither JSON nor workers."""
     name, _, index = (site / "search/search_index.js").read_text().partition(" = ")
     assert name == "var __index"
-    titles = {each["title"] for each in json.loads(index)["docs"]}
+    titles = {document["title"] for document in json.loads(index)["docs"]}
     pages = {path.stem: path.read_text("utf-8") for path in DOCS.glob("topics/*.md")}
     assert len(pages) > 20
     assert {

@@ -129,14 +129,14 @@ def syntax_tree(path: Path) -> ast.Module:
 def imports(path: Path, *, lazy: bool = True) -> list[tuple[int, str]]:
     """Returns line and dotted name of every import; lazy ones (in functions) too."""
     tree = syntax_tree(path)
-    found = []
+    entries = []
     for node in ast.walk(tree) if lazy else tree.body:
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            entries += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = (f"{node.module}.{alias.name}" for alias in node.names)
-            found += [(node.lineno, name) for name in names]
-    return found
+            entries += [(node.lineno, name) for name in names]
+    return entries
 
 
 def is_inside(name: str, module: str) -> bool:
@@ -172,10 +172,10 @@ def test_sub_packages_import_only_lower_layers() -> None:
                 continue
             assert home[1] in layer, f"{module}: no layer lists {home[1]}"
             for line, other in imported_modules(path):
-                there = other.split(".")
-                if there[0] != package or len(there) == 1 or there[1] == home[1]:
+                target = other.split(".")
+                if target[0] != package or len(target) == 1 or target[1] == home[1]:
                     continue
-                if layer[there[1]] >= layer[home[1]]:
+                if layer[target[1]] >= layer[home[1]]:
                     wrong.append(f"{module}:{line} imports {other}")
     assert not wrong, "\n".join(wrong)
 
@@ -246,23 +246,23 @@ def test_sub_packages_are_imported_through_their_exports() -> None:
                 if member not in EXPORTS[package]:
                     wrong.append(f"{module}:{line}: {package} does not export {name}")
             home = module.split(".")[:2]
-            there = name.split(".")
-            is_private = there[-1].startswith("_") and there[0] in PACKAGES
-            if is_private and there[:2] != home:
+            target = name.split(".")
+            is_private = target[-1].startswith("_") and target[0] in PACKAGES
+            if is_private and target[:2] != home:
                 wrong.append(f"{module}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 
 def defined_names(path: Path) -> set[str]:
     """Returns the names of a module that a statement outside of functions binds."""
-    found = {name.rpartition(".")[2] for _, name in imports(path, lazy=False)}
+    bound_names = {name.rpartition(".")[2] for _, name in imports(path, lazy=False)}
     for node in syntax_tree(path).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            bound_names.add(node.name)
         else:
             names = (x for x in ast.walk(node) if isinstance(x, ast.Name))
-            found |= {x.id for x in names if isinstance(x.ctx, ast.Store)}
-    return found
+            bound_names |= {x.id for x in names if isinstance(x.ctx, ast.Store)}
+    return bound_names
 
 
 def test_exported_names_exist() -> None:
@@ -287,8 +287,8 @@ def test_imported_names_exist() -> None:
     for path in [*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *DOCS_SCRIPTS]:
         for line, name in imports(path):
             package, _, member = name.rpartition(".")
-            known = EXPORTS.get(package)
-            if known and member not in known and name not in MODULES:
+            exports = EXPORTS.get(package)
+            if exports and member not in exports and name not in MODULES:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
 
@@ -303,10 +303,10 @@ def test_folders_have_a_limited_number_of_entries() -> None:
             or (path / "__init__.py").exists()
         ]
         is_package = folder.parent == ROOT
-        most = MAX_PACKAGE_ENTRIES if is_package else MAX_FOLDER_ENTRIES
-        if len(entries) > most:
+        limit = MAX_PACKAGE_ENTRIES if is_package else MAX_FOLDER_ENTRIES
+        if len(entries) > limit:
             place = folder.relative_to(ROOT)
-            full.append(f"{place}: {len(entries)} entries, at most {most}")
+            full.append(f"{place}: {len(entries)} entries, at most {limit}")
     assert not full, full
 
 
@@ -393,5 +393,5 @@ def test_public_names_are_defined_once() -> None:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 if not node.name.startswith("_"):
                     homes.setdefault(node.name, []).append(module)
-    twice = {name: found for name, found in homes.items() if len(found) > 1}
+    twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
     assert not twice.keys() - PROTOCOL, twice

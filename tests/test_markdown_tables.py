@@ -24,7 +24,7 @@ def split_cells(line: str) -> list[str]:
 
 def table_errors(text: str) -> list[str]:
     """Returns the errors in all tables of a page, each with its line number."""
-    found = []
+    errors = []
     head = 0
     is_code = False
     lines = ["", *text.splitlines(), ""]
@@ -34,7 +34,7 @@ def table_errors(text: str) -> list[str]:
         is_code ^= row.startswith("```")
         if is_code or not row.startswith("|"):
             if head and row and not row.startswith("```"):
-                found.append(f"{i}: a table needs an empty line below it")
+                errors.append(f"{i}: a table needs an empty line below it")
             head = 0
             continue
         if head:
@@ -43,26 +43,26 @@ def table_errors(text: str) -> list[str]:
             begins = True
             head = len(split_cells(line))
         if not row.endswith("|"):
-            found.append(f"{i}: the row does not end with |")
+            errors.append(f"{i}: the row does not end with |")
         elif len(split_cells(line)) != head:
-            found.append(f"{i}: {len(split_cells(line))} cells, its head has {head}")
+            errors.append(f"{i}: {len(split_cells(line))} cells, its head has {head}")
         if not begins:
             continue
         if before:
-            found.append(f"{i}: a table needs an empty line above it")
+            errors.append(f"{i}: a table needs an empty line above it")
         if not SEPARATOR.fullmatch(lines[i + 1].strip()):
-            found.append(f"{i}: no separator below the head")
-    return found
+            errors.append(f"{i}: no separator below the head")
+    return errors
 
 
 def test_all_tables_render() -> None:
-    found = {
+    errors_by_page = {
         str(page.relative_to(ROOT)): lines
         for page in markdown_files()
         if (lines := table_errors(page.read_text("utf-8")))
     }
     assert len(markdown_files()) > 40
-    assert found == {}
+    assert errors_by_page == {}
 
 
 @pytest.mark.parametrize(

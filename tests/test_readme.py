@@ -39,8 +39,8 @@ def read(page: str) -> str:
 
 @pytest.fixture(scope="module")
 def blocks() -> list[str]:
-    found = pages.fenced_blocks(ROOT / "README.md")
-    return [block.text for block in found if block.language == "python"]
+    code_blocks = pages.fenced_blocks(ROOT / "README.md")
+    return [block.text for block in code_blocks if block.language == "python"]
 
 
 @pytest.mark.thorough
@@ -97,11 +97,11 @@ def test_decode_loop_example(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("page", "most"),
+    ("page", "max_lines"),
     [("README.md", 100), *((f"{package}/README.md", 80) for package in PACKAGES)],
 )
-def test_pages_are_short(page: str, most: int) -> None:
-    assert len(read(page).splitlines()) <= most
+def test_pages_are_short(page: str, max_lines: int) -> None:
+    assert len(read(page).splitlines()) <= max_lines
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -140,12 +140,12 @@ def test_commands_on_pages_exist(page: str) -> None:
     text = read(page)
     commands = set(re.findall(r"(?:`|^|&& )jaxkv ([a-z_]+)", text, re.MULTILINE))
     assert commands <= set(COMMANDS)
-    known = {entry.name: entry.configs for entry in framework.entries()}
+    configs_by_name = {entry.name: entry.configs for entry in framework.entries()}
     for name, config in re.findall(r"jaxkv run ([a-z_0-9]+)(?: ([a-z_0-9]+))?", text):
-        assert name in known
-        assert config in (*known[name], ""), f"{name} {config}"
+        assert name in configs_by_name
+        assert config in (*configs_by_name[name], ""), f"{name} {config}"
     for name in re.findall(r"jaxkv bench (\w+)", text):
-        assert f"bench_{name}" in known
+        assert f"bench_{name}" in configs_by_name
     for name in re.findall(r"jaxkv cost ([a-z]+[\w.-]+)", text):
         assert name in CONFIGS or (name, page) == COST_OF_A_FILE
 
@@ -166,16 +166,16 @@ def test_records_page_matches_the_records() -> None:
     table = re.findall(
         r"^\| \[(\w+)\]\(.*?\) \| `(.*?)` \| (.*) \|$", page, re.MULTILINE
     )
-    listed = {name: (command, rest) for name, command, rest in table}
-    made = {path.parent.name for path in RECORDS.glob("*/env.json")}
-    assert listed.keys() == made
+    listed = {name: (command, cells) for name, command, cells in table}
+    record_names = {path.parent.name for path in RECORDS.glob("*/env.json")}
+    assert listed.keys() == record_names
     others = re.search(r"2 cores of an Intel Xeon.*?:(.*?)\.", page, re.DOTALL)
     assert others is not None
     on_intel = re.findall(r"`(\w+)`", others[1])
-    assert made.issuperset(on_intel)
-    for name, (command, rest) in listed.items():
+    assert record_names.issuperset(on_intel)
+    for name, (command, cells) in listed.items():
         env = json.loads((RECORDS / name / "env.json").read_text("utf-8"))
-        date, commit, seconds = rest.split(" | ")
+        date, commit, seconds = cells.split(" | ")
         assert env["started_at"].startswith(date)
         assert env["commit"].startswith(commit.strip("`+"))
         assert env["commit"].endswith("+") == commit.endswith("+`")
@@ -198,12 +198,12 @@ def test_records_page_matches_the_records() -> None:
 def measured(record: str, *statements: str) -> list[float]:
     """Returns the measured numbers of the claims that begin with the statements."""
     claims = json.loads((RECORDS / record / "claims.json").read_text("utf-8"))
-    found = []
+    numbers = []
     for statement in statements:
         ours = {x["ours"] for x in claims if x["claim"].startswith(statement)}
         assert len(ours) == 1, statement
-        found.append(float(ours.pop()))
-    return found
+        numbers.append(float(ours.pop()))
+    return numbers
 
 
 def expected_numbers() -> dict[str, list[str]]:
@@ -212,7 +212,7 @@ def expected_numbers() -> dict[str, list[str]]:
     systems = [*(f"Orca ({x})" for x in orca), "the paged system"]
     parts = [f"{system}: token states" for system in systems]
     models = ("OPT-13B", "OPT-66B", "OPT-175B")
-    oracle, most = (
+    oracle, orca_max = (
         [f"{model}, ShareGPT: times the load of Orca ({x})" for model in models]
         for x in ("Oracle", "Max")
     )
@@ -224,7 +224,7 @@ def expected_numbers() -> dict[str, list[str]]:
         "pages saved by 2 answers, short",
         "pages saved by beam search of width 6, l",
     )
-    unseen, kept = (
+    unseen, load_claims = (
         [f"{out} left out, {x}" for x in ("end-to-end mean", "first token median")]
         for out in ("model", "load")
     )
@@ -245,23 +245,27 @@ def expected_numbers() -> dict[str, list[str]]:
     }
 
     def faster(width: int) -> float:
-        here = [x for x in train if x["width"] == width]
-        theirs = [x["tokens_per_s"] for x in here if x["implementation"] != "jaxkv"]
-        [ours] = [x["tokens_per_s"] for x in here if x["implementation"] == "jaxkv"]
-        return ours / max(theirs)
+        width_rows = [x for x in train if x["width"] == width]
+        peer_rates = [
+            x["tokens_per_s"] for x in width_rows if x["implementation"] != "jaxkv"
+        ]
+        [ours] = [
+            x["tokens_per_s"] for x in width_rows if x["implementation"] == "jaxkv"
+        ]
+        return ours / max(peer_rates)
 
     def ranged(
         key: str, *, of: str = "bench_decode", context: int = 0, sequences: int = 0
     ) -> list[str]:
         """Returns the ratios of one machine with the range over rounds."""
-        found = []
+        ranges = []
         for row in rows(of):
-            here = context in (0, row["prompt_tokens"])
-            here &= sequences in (0, row["batch"])
-            if here and row["implementation"] == "jaxkv" and row[key] is not None:
+            matches = context in (0, row["prompt_tokens"])
+            matches &= sequences in (0, row["batch"])
+            if matches and row["implementation"] == "jaxkv" and row[key] is not None:
                 low, high = row[f"{key}_range"]
-                found.append(f"{row[key]:.2f} ({low:.2f}-{high:.2f})")
-        return [", ".join(found)]
+                ranges.append(f"{row[key]:.2f} ({low:.2f}-{high:.2f})")
+        return [", ".join(ranges)]
 
     def written(form: str, values: list[float], between: str = ", ") -> str:
         return between.join(form.format(x) for x in values)
@@ -276,7 +280,7 @@ def expected_numbers() -> dict[str, list[str]]:
         "fig. 2:": [written("{:.0f}", measured("memory_waste", *parts))],
         "fig. 12,": [written("{:.2f}", measured("latency_vs_rate", *oracle))],
         "the same, of Orca (Max)": [
-            written("{:.2f}", measured("latency_vs_rate", *most))
+            written("{:.2f}", measured("latency_vs_rate", *orca_max))
         ],
         "figs. 12d, 14f:": [written("{:.2f}", measured("latency_vs_rate", *alpaca))],
         "fig. 15:": [written("{:.1f}", measured("sharing", *saved), " to ")],
@@ -298,7 +302,9 @@ def expected_numbers() -> dict[str, list[str]]:
             written(
                 "{:.1f} %", measured("calibration", *(f"{x}: med" for x in unseen))
             ),
-            written("{:.1f} %", measured("calibration", *(f"{x}: med" for x in kept))),
+            written(
+                "{:.1f} %", measured("calibration", *(f"{x}: med" for x in load_claims))
+            ),
             written("{:.1f}", measured("calibration", *(f"{x}: lar" for x in unseen))),
         ],
         "Chinchilla's loss": [
@@ -351,7 +357,7 @@ def test_the_results_page_has_the_numbers_of_the_records() -> None:
         cited.remove(line)
         for number in expected:
             assert number in line, f"{number} is not in {line}"
-    assert not [x for x in cited if not any(each in x for each in unrecorded)]
+    assert not [x for x in cited if not any(cell in x for cell in unrecorded)]
 
 
 # Rows of the front page, and the rows of the results page with the same numbers.
@@ -419,21 +425,21 @@ def test_the_results_page_has_the_verdicts_of_the_records_by_kind() -> None:
         assert line in page, line
     for start, about in JUDGED.items():
         [line] = [x for x in page.splitlines() if x.startswith("| ") and start in x]
-        found = set()
+        verdicts = set()
         for record, pattern in about.items():
             text = (RECORDS / record / "claims.json").read_text("utf-8")
             for row in json.loads(text):
                 if re.match(pattern, row["claim"]):
                     kind = row["kind"]
                     is_check = row["kind"] == "checks"
-                    found |= {"check"} if is_check else set()
-                    found |= {kind} - {"checks", "reproduces"}
-                    found |= (
+                    verdicts |= {"check"} if is_check else set()
+                    verdicts |= {kind} - {"checks", "reproduces"}
+                    verdicts |= (
                         {row["verdict"]} if kind in ("checks", "reproduces") else set()
                     )
-                    found |= {row.get("direction", "")} - {""}
+                    verdicts |= {row.get("direction", "")} - {""}
         cited = {WORDS.get(x, x) for x in re.findall(r"\*\*(.*?)\*\*", line)}
-        assert cited == found, line
+        assert cited == verdicts, line
 
 
 def test_records_page_has_no_duplicate_table_rows() -> None:

@@ -125,9 +125,9 @@ def test_policy_changes_the_schedule_but_not_the_tokens(
 def test_sampling_rule_applies_to_every_step(runs: dict[int, engines.Run]) -> None:
     last = engines.MODEL.vocab_size - 1
     for outcome in runs[4].outcomes.values():
-        known = [2, *outcome.tokens]
-        assert len(known) == 6
-        for before, after in itertools.pairwise(known):
+        tokens = [2, *outcome.tokens]
+        assert len(tokens) == 6
+        for before, after in itertools.pairwise(tokens):
             assert after > before or before == last
 
 
@@ -289,16 +289,16 @@ def test_model_family_is_one_table_entry(
     names = (*get_args(config.FamilyName.__value__), "toy")
     family = config.ModelConfig.__dataclass_fields__["family"]
     monkeypatch.setattr(family, "type", Literal[names])  # ty: ignore[invalid-type-form]
-    found = configs.from_hf(raw)
-    assert dataclasses.replace(found, family="llama") == shape
+    parsed_config = configs.from_hf(raw)
+    assert dataclasses.replace(parsed_config, family="llama") == shape
     with pytest.raises(ValueError, match="attn_logit_cap"):
         configs.from_hf(raw | {"attn_logit_cap": 30.0})
 
-    save_model(tmp_path / "toy", found, weights)
+    save_model(tmp_path / "toy", parsed_config, weights)
     names = (tmp_path / "toy" / "model.safetensors").read_bytes()
     assert b"model.layers.0.attention.output.weight" in names
     again = load_model(tmp_path / "toy")
-    assert again.config == found
+    assert again.config == parsed_config
     jax.tree.map(np.testing.assert_array_equal, again.params, weights)
 
     counted = count_parameters(load_shape(tmp_path / "toy"))
@@ -368,8 +368,8 @@ def test_new_norm_and_activation_are_defined_once(new_family: NewFamily) -> None
     rows = architectures.forward(params, tokens, config=shape).logits
     np.testing.assert_allclose(rows, columns, rtol=1e-4, atol=1e-4)
     for other in ({"norm": "layer"}, {"activation": "relu"}):
-        known = dataclasses.replace(shape, **other)
-        far = models.logits(params, tokens, config=known) - columns
+        changed_shape = dataclasses.replace(shape, **other)
+        far = models.logits(params, tokens, config=changed_shape) - columns
         assert np.abs(far).max() > 0.01
 
 
@@ -380,10 +380,12 @@ def test_new_norm_and_activation_work_in_serving_and_training(
 ) -> None:
     shape, params, folder = new_family
     engine = jaxkv.Engine.load(folder, num_pages=32, max_slots=2, max_length=32)
-    [found] = engine.generate([[5, 9, 2]], jaxkv.Sampling(temperature=0, max_tokens=8))
-    text = jnp.asarray([[5, 9, 2, *found.tokens]], jnp.int32)
+    [completion] = engine.generate(
+        [[5, 9, 2]], jaxkv.Sampling(temperature=0, max_tokens=8)
+    )
+    text = jnp.asarray([[5, 9, 2, *completion.tokens]], jnp.int32)
     trained = architectures.forward(params, text[:, :-1], config=shape).logits
-    assert np.argmax(trained[0, 2:], axis=-1).tolist() == list(found.tokens)
+    assert np.argmax(trained[0, 2:], axis=-1).tolist() == list(completion.tokens)
 
     optimizer = OptimizerConfig(kind="adamw")
     state = init_train_state(shape, optimizer, jnp.int32(0))
@@ -483,10 +485,10 @@ def test_new_law_is_fitted_and_allocates_a_budget() -> None:
     )
     predicted = law.predict(np.array([*coefficients.values()]), data)
     np.testing.assert_allclose(predicted, data["loss"], rtol=1e-5)
-    found = fits.fit(law, data)
-    assert found.coefficients == pytest.approx(coefficients, rel=1e-4)
+    fit_result = fits.fit(law, data)
+    assert fit_result.coefficients == pytest.approx(coefficients, rel=1e-4)
 
-    best = allocate_budget(law_two_powers(law, found.coefficients), 6e20)
+    best = allocate_budget(law_two_powers(law, fit_result.coefficients), 6e20)
     assert best.num_params * best.num_tokens == pytest.approx(1e20)
     # At the optimum both terms have the same slope along the line of constant compute.
     terms = (
@@ -573,16 +575,16 @@ def test_experiment_is_a_module_and_a_registry_entry(
         ("smoke",),
         "dice_question.experiment",
     )
-    known = (*registry.entries(), line)
-    replace(monkeypatch, registry, "entries", lambda: known)
+    entries = (*registry.entries(), line)
+    replace(monkeypatch, registry, "entries", lambda: entries)
     monkeypatch.chdir(tmp_path)
 
     assert main.main(["list"]) == 0
     assert "dice" in capsys.readouterr().out
     assert main.main(["run", "dice", "--num", "900", "--out", "here"]) == 0
-    kept = read_run(tmp_path / "here", registry.load_experiment("dice"))
-    assert kept.config.num == 900
-    [claim] = kept.claims
+    stored_run = read_run(tmp_path / "here", registry.load_experiment("dice"))
+    assert stored_run.config.num == 900
+    [claim] = stored_run.claims
     assert claim.verdict == "holds"
     assert main.main(["run", "dice", "--num", "0"]) == 2
     assert "num=0 must be at least 1" in capsys.readouterr().err

@@ -112,10 +112,10 @@ def test_commands_of_the_wheel_run(environment: Path, tmp_path: Path) -> None:
     listed = json.loads(call(environment, tmp_path, "jaxkv", "list", "--json"))
     assert "mean_estimation" in [x["name"] for x in listed["experiments"]]
     flags = ("--prompt", "def ", "--max-tokens", "8", "--json")
-    made = json.loads(
+    report = json.loads(
         call(environment, tmp_path, "jaxkv", "generate", "stdlib-bytes", *flags)
     )
-    assert len(made["completions"][0]["tokens"]) == 8
+    assert len(report["completions"][0]["tokens"]) == 8
     call(
         environment, tmp_path, "jaxkv", "run", "mean_estimation", "smoke", "--out", "m"
     )
