@@ -88,7 +88,7 @@ def _of_functions(module: "ModuleType | SimpleNamespace") -> "Study":
     functions = ("plot", "claims", "metrics", "summary", "files", "prepare")
     values = ("CONFIGS", "PANELS", "PANEL_SIZE_INCHES", "SWITCH")
     # An imported module may share its name with a function, such as `files`.
-    found = {x: f for x in functions if callable(f := getattr(module, x, None))}
-    found |= {x.lower(): getattr(module, x) for x in values if hasattr(module, x)}
+    attributes = {x: f for x in functions if callable(f := getattr(module, x, None))}
+    attributes |= {x.lower(): getattr(module, x) for x in values if hasattr(module, x)}
     result = typing.get_type_hints(module.run)["return"]
-    return Study(result=result, run=module.run, **found)
+    return Study(result=result, run=module.run, **attributes)

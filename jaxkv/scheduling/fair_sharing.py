@@ -23,14 +23,14 @@ class FairShare(NamedTuple):
     def __call__(self, counts: Counts) -> Int32[Array, " head"]:
         """Returns the slots of each request's session."""
         c = counts
-        mine = interface.attributes_of(c.waiting_attributes).session
-        mine = jnp.broadcast_to(jnp.asarray(mine, jnp.int32), c.waiting.shape)
-        theirs = interface.attributes_of(c.attributes).session
-        theirs = jnp.broadcast_to(jnp.asarray(theirs, jnp.int32), c.running.shape)
-        is_named = (mine != NO_SESSION)[:, None]
-        runs = is_named & (mine[:, None] == theirs[None, :]) & c.running[None, :]
-        place = jnp.arange(mine.shape[0], dtype=jnp.int32)
-        waits = is_named & (mine[:, None] == mine[None, :])
+        session = interface.attributes_of(c.waiting_attributes).session
+        session = jnp.broadcast_to(jnp.asarray(session, jnp.int32), c.waiting.shape)
+        running = interface.attributes_of(c.attributes).session
+        running = jnp.broadcast_to(jnp.asarray(running, jnp.int32), c.running.shape)
+        is_named = (session != NO_SESSION)[:, None]
+        runs = is_named & (session[:, None] == running[None, :]) & c.running[None, :]
+        place = jnp.arange(session.shape[0], dtype=jnp.int32)
+        waits = is_named & (session[:, None] == session[None, :])
         waits &= (place[None, :] < place[:, None]) & c.waiting[None, :]
         slots = jnp.sum(runs, axis=1, dtype=jnp.int32)
         slots += jnp.sum(jnp.where(waits, c.waiting_slots[None, :], 0), axis=1)

@@ -267,10 +267,10 @@ def schedule(counts: Counts, policy: Policy) -> Plan:
     stays = c.running & ~preempt
     admit = plan.admit & c.waiting
     num_rows, head_rows = _limit_rows(c, plan, stays, admit)
-    least = jnp.where(num_rows > 0, c.length + num_rows, 0)
-    head_least = jnp.where(head_rows > 0, c.waiting_cached + head_rows, 0)
-    places = jnp.clip(plan.places, least, c.max_length)
-    head_places = jnp.clip(plan.head_places, head_least, c.max_length)
+    min_places = jnp.where(num_rows > 0, c.length + num_rows, 0)
+    head_min_places = jnp.where(head_rows > 0, c.waiting_cached + head_rows, 0)
+    places = jnp.clip(plan.places, min_places, c.max_length)
+    head_places = jnp.clip(plan.head_places, head_min_places, c.max_length)
     wanted = plan.drafts
     plan = Plan(
         preempt=preempt,

@@ -261,15 +261,15 @@ def find_outside_sizes(
     """
     if posterior.fitted_sizes is None:
         return {}
-    found = {
+    sizes_by_name = {
         name: OutsideSize(*values)
         for name, *values in zip(
             LoadSizes._fields, sizes, *posterior.fitted_sizes, strict=True
         )
     }
-    if found["batch"].value < found["batch"].low:
-        del found["batch"]
-    return {name: x for name, x in found.items() if x.octaves > math.log2(1.05)}
+    if sizes_by_name["batch"].value < sizes_by_name["batch"].low:
+        del sizes_by_name["batch"]
+    return {name: x for name, x in sizes_by_name.items() if x.octaves > math.log2(1.05)}
 
 
 def find_latency_factors(

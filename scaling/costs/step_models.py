@@ -32,10 +32,10 @@ def max_kv_pages(model: ModelShape, device: str, num_devices: int) -> int:
     Memory is that of the data sheet, as papers count it. OPT-13B on an A100: (0.9 * 80
     GB - 25.7 GB) / 819,200 bytes = 56,500 tokens.
     """
-    found = find_device(device)
+    chip = find_device(device)
     return max_batch(
         model,
-        found._replace(memory_bytes=found.sheet_bytes),
+        chip._replace(memory_bytes=chip.sheet_bytes),
         context=PAGE_SIZE,
         num_devices=num_devices,
         memory_share=MEMORY_SHARE,

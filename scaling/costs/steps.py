@@ -68,7 +68,7 @@ class StepCost(NamedTuple):
         pairs = jnp.minimum(w.decode_pairs, decoded) + jnp.minimum(
             chunk_pairs, prompted
         )
-        kept = jnp.minimum(w.decode_context, decoded) + jnp.minimum(
+        num_read = jnp.minimum(w.decode_context, decoded) + jnp.minimum(
             w.prompt_context, prompted
         )
         flops = (
@@ -76,9 +76,9 @@ class StepCost(NamedTuple):
             + w.num_logits * self.flops_per_logit
             + jnp.sum(pairs * self.layers, dtype=jnp.float32) * self.flops_per_key
         )
-        kept = jnp.sum((kept + tokens) * self.layers, dtype=jnp.float32)
+        num_read = jnp.sum((num_read + tokens) * self.layers, dtype=jnp.float32)
         met = 1.0 - (1.0 - self.expert_share) ** tokens
-        moved = self.weight_bytes + self.expert_bytes * met + self.kv_bytes * kept
+        moved = self.weight_bytes + self.expert_bytes * met + self.kv_bytes * num_read
         seconds = jnp.maximum(flops / self.flops_per_s, moved / self.bytes_per_s)
         return jnp.where(tokens > 0, seconds + self.overhead_s, 0.0)
 

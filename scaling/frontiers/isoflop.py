@@ -162,11 +162,12 @@ def surface_warnings(
         )
     apart = [
         np.log(
-            parabola.evaluate_parabola(np.log10(each.num_params), each.loss) / each.loss
+            parabola.evaluate_parabola(np.log10(group.num_params), group.loss)
+            / group.loss
         )
-        for each in groups.groups
+        for group in groups.groups
     ]
-    left = sum(float(each @ each) for each in apart)
+    left = sum(float(error @ error) for error in apart)
     num = len(groups.groups)
     freedom = 3 * num - 5
     below = residuals.size - 3 * num

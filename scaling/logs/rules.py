@@ -110,7 +110,7 @@ class _Reader:
         if self._take("("):
             test = self.either()
             if not self._take(")"):
-                raise self._error("needs a ) before", self._here())
+                raise self._error("needs a ) before", self._token_text())
             return test
         return self._comparison()
 
@@ -121,10 +121,12 @@ class _Reader:
                 return lambda row: left(row) in (None, "")
             if self._take("invalid"):
                 return lambda row: not 0 < (_number(left(row)) or 0.0) < math.inf
-            raise self._error("needs missing or invalid before", self._here())
+            raise self._error("needs missing or invalid before", self._token_text())
         token = self._peek()
         if token is None or token.text not in {*_ORDER_OPERATORS, "==", "!="}:
-            raise self._error("needs a comparison such as <= before", self._here())
+            raise self._error(
+                "needs a comparison such as <= before", self._token_text()
+            )
         self._next += 1
         right_text, right = self._value()
         order = _ORDER_OPERATORS.get(token.text)
@@ -149,7 +151,7 @@ class _Reader:
     def _value(self) -> tuple[str, _Value]:
         token = self._peek()
         if token is None or token.kind == "mark" or token.text in _KEYWORDS:
-            raise self._error("needs a column or a value before", self._here())
+            raise self._error("needs a column or a value before", self._token_text())
         self._next += 1
         if token.kind == "number":
             number = parse_number(token.text, 1.0)
@@ -174,7 +176,7 @@ class _Reader:
         self._next += is_match
         return is_match
 
-    def _here(self) -> str:
+    def _token_text(self) -> str:
         token = self._peek()
         return "its end" if token is None else token.text
 

@@ -138,17 +138,17 @@ def nearest_design(family: DesignFamily, num_params: float) -> Design:
     """
     grid = make_grid(family)
     min_params = int(grid.num_params.min())
-    most = int(grid.num_params.max())
+    bound = int(grid.num_params.max())
     if (
         not (1 - _SIZE_TOLERANCE) * min_params
         <= num_params
-        <= (1 + _SIZE_TOLERANCE) * most
+        <= (1 + _SIZE_TOLERANCE) * bound
     ):
         side = "small" if num_params < min_params else "large"
-        end, most = ("smallest", min_params) if side == "small" else ("largest", most)
+        end, bound = ("smallest", min_params) if side == "small" else ("largest", bound)
         raise ValueError(
             f"too {side} for any design: {num_params:,.4g} parameters "
-            f"({family.count}), and the {end} design has {most:,} with a vocabulary "
+            f"({family.count}), and the {end} design has {bound:,} with a vocabulary "
             f"of {family.vocab_size:,}"
         )
     return design_at(family, int(np.argmin(np.abs(grid.num_params - num_params))))

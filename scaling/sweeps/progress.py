@@ -56,8 +56,8 @@ def loss_table(records: list[dict[str, Any]]) -> str:
         selected = [r for r in records if r["num_params"] == size]
         cells = []
         for steps in sorted({r["num_steps"] for r in selected}):
-            here = [r for r in selected if r["num_steps"] == steps]
-            cells.append(f"{here[0]['flops']:.1e}: {format_best_loss(here)}")
+            cell = [r for r in selected if r["num_steps"] == steps]
+            cells.append(f"{cell[0]['flops']:.1e}: {format_best_loss(cell)}")
         lines.append(f"width {width}, {size:,} parameters   " + "   ".join(cells))
     return "\n".join(lines)
 

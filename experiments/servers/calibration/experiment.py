@@ -27,9 +27,9 @@ def claims(result: CalibrationResult) -> Iterator[MeasuredValue]:
     for kind in ("model", "load", "roofline"):
         if kind not in result.kinds():
             continue
-        found = result.errors(kind)
+        errors = result.errors(kind)
         for latency in (END_TO_END, FIRST_TOKEN):
-            row = found.where(latency=latency)
+            row = errors.where(latency=latency)
             number = {name: getattr(row, name)[0] for name in ("median", "worst")}
             words: dict[str, Any] = {"latency": latency, "stages": row.stages[0]}
             if kind == "roofline":

@@ -275,17 +275,17 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
             )
             side_fits.append((fit_best_runs(*points), resamples))
     difference_rows = []
-    for (i, size), each in trained.items():
+    for (i, size), size_runs in trained.items():
         if i and (0, size) in trained:
-            less = (each.losses - trained[0, size].losses).mean(2)
+            less = (size_runs.losses - trained[0, size].losses).mean(2)
             difference_rows.append((i, size, *_mean(less.mean(0)), less.mean(1)))
     versus = ("the transformer", "this side")
     ratios = [
         _stacked(
-            compare_best_runs(each[0][0], fit, (each[0][1], resamples), names=versus)
-            for fit, resamples in each
+            compare_best_runs(pairs[0][0], fit, (pairs[0][1], resamples), names=versus)
+            for fit, resamples in pairs
         )
-        for each in fits.values()
+        for pairs in fits.values()
     ]
     exact = fits[COMPUTE["exact"]]
     return Result(

@@ -146,13 +146,13 @@ class CalibrationResult(ResultRecord):
         """Returns the errors of the predictions of a kind, by latency."""
         rows = []
         for name in LATENCY_STATISTICS:
-            found = self.predictions.where(left_out=left_out, latency=name)
-            error = np.abs(found.error)
+            table = self.predictions.where(left_out=left_out, latency=name)
+            error = np.abs(table.error)
             worst = int(np.argmax(error))
-            covered = found.is_in_50.sum(), found.is_in_90.sum(), len(found)
-            largest = error[worst], found.stage[worst]
+            covered = table.is_in_50.sum(), table.is_in_90.sum(), len(table)
+            largest = error[worst], table.stage[worst]
             rows.append(
-                (name, np.median(error), *largest, *covered, found.width.mean())
+                (name, np.median(error), *largest, *covered, table.width.mean())
             )
         return Errors.of(rows)
 

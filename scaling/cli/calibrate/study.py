@@ -110,15 +110,15 @@ def predict_stages(
     """
     path = find_measured_runs(config.runs)
     stages = read_measured_stages(path)
-    kept = [stage for stage in stages if not stage.is_overloaded]
+    usable = [stage for stage in stages if not stage.is_overloaded]
     folds: list[tuple[str, list[MeasuredStage], list[MeasuredStage]]] = []
     for kind in config.leave_out:
-        pairs = [(kept, kept)] if kind == "none" else leave_out(stages, kind)
+        pairs = [(usable, usable)] if kind == "none" else leave_out(stages, kind)
         folds += [(kind, *pair) for pair in pairs]
     if any(not fitted for _, fitted, _ in folds) or not folds:
         raise ValueError(
-            f"{path}: {len(kept)} of {len(stages)} stages are not overloaded, too few "
-            f"for leave_out={config.leave_out!r}"
+            f"{path}: {len(usable)} of {len(stages)} stages are not overloaded, too "
+            f"few for leave_out={config.leave_out!r}"
         )
     num = sum(FIT_ROUNDS * len(fitted) + len(held) for _, fitted, held in folds)
     update = progress.bar("calibration", num, "simulations")
@@ -145,7 +145,7 @@ def predict_stages(
                 seed=config.seed,
                 on_simulated=on_simulated,
             )
-            found = []
+            stage_rows = []
             for stage in held:
                 unmeasured = dataclasses.replace(
                     stage, end_to_end_s=None, first_token_s=None, inter_token_s=None
@@ -153,18 +153,18 @@ def predict_stages(
                 # The claims judge intervals that are not widened by the load.
                 plain = posterior._replace(fitted_sizes=None)
                 predicted = predict_stage(unmeasured, plain, seed=config.seed)
-                found += prediction_rows(stage, predicted, kind, len(fits))
+                stage_rows += prediction_rows(stage, predicted, kind, len(fits))
                 on_simulated()
             names = " ".join(posterior.stages)
             fits.append((kind, name, names, posterior.num_effective))
-            rows += found
+            rows += stage_rows
             if kind == "none":
                 server = format_posterior(posterior)
                 coefficients = coefficient_table(posterior)
         if config.roofline:
-            for stage in kept:
-                found = simulate_stage(stage, ROOFLINE)
-                rows += prediction_rows(stage, found, "roofline", -1)
+            for stage in usable:
+                latencies = simulate_stage(stage, ROOFLINE)
+                rows += prediction_rows(stage, latencies, "roofline", -1)
     except _Stopped:
         if not rows:
             raise KeyboardInterrupt("interrupted before the first fit") from None

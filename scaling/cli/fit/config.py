@@ -117,7 +117,7 @@ class FitConfig:
     @property
     def bounds(self) -> dict[str, tuple[float, float]]:
         """Bounds of coefficients."""
-        found = {}
+        ranges = {}
         for pair in self.bound:
             name, _, text = pair.partition("=")
             low, colon, high = text.partition(":")
@@ -125,11 +125,11 @@ class FitConfig:
             form = "NAME=LOW:HIGH"
             if not colon or not (low or high):
                 raise ValueError(f"{flag}: must be {form}")
-            found[name] = (
+            ranges[name] = (
                 _number(low, flag, form) if low else -math.inf,
                 _number(high, flag, form) if high else math.inf,
             )
-        return found
+        return ranges
 
 
 def _number(text: str, flag: str, form: str) -> float:

@@ -41,10 +41,10 @@ def fit_log(config: FitConfig, progress: Progress = QUIET) -> LogFits:
         raise ValueError(f"{config.log}: the rule selects no row to fit")
     parts, unfitted = fit_groups(config, chosen, log, is_fitted, progress)
     if config.by:  # groups without a fit are listed, and not drawn
-        there = np.any([part.rows for part in parts], axis=0)
-        log = log.take(there)
-        is_fitted = is_fitted[there]
-        parts = [part._replace(rows=part.rows[there]) for part in parts]
+        is_drawn = np.any([part.rows for part in parts], axis=0)
+        log = log.take(is_drawn)
+        is_fitted = is_fitted[is_drawn]
+        parts = [part._replace(rows=part.rows[is_drawn]) for part in parts]
     progress.show("contour of the objective")
     num_runs = len(log.runs)
     predicted = np.full((len(chosen), num_runs), np.nan)
@@ -54,7 +54,7 @@ def fit_log(config: FitConfig, progress: Progress = QUIET) -> LogFits:
     sizes, curves = grids.loss_curves(parts, log.columns)
     grouped = grids.find_parabolas(parts, is_fitted)
     first = parts[0]
-    seen = log.take(first.rows & is_fitted)
+    fitted_log = log.take(first.rows & is_fitted)
     unknown = np.full(num_runs, np.nan)
     return LogFits(
         document=dumps(_document(config, log, parts, is_fitted, unfitted)),
@@ -71,7 +71,7 @@ def fit_log(config: FitConfig, progress: Progress = QUIET) -> LogFits:
         group=grouped.group,
         parabolas=grouped.curves,
         minima=grouped.minima,
-        contour=grids.objective_contour(first.fits[0], seen.columns),
+        contour=grids.objective_contour(first.fits[0], fitted_log.columns),
     )
 
 

@@ -158,13 +158,15 @@ def _parabolas(frontier_set: FrontierSet, num_runs: int) -> GridGroups:
     group = np.full(num_runs, -1)
     x = np.full((len(groups), NUM_POINTS), np.nan)
     y = x.copy()
-    for i, each in enumerate(groups):
-        group[frontier_set.groups.rows[each.places]] = i
-        loss, weight = average_by_size(each, np.ones((1, each.places.size)))
-        vertex = fit_parabola(np.log10(each.sizes), loss, weight)
-        x[i] = np.geomspace(each.sizes[0], each.sizes[-1], NUM_POINTS)
+    for i, profile in enumerate(groups):
+        group[frontier_set.groups.rows[profile.places]] = i
+        loss, weight = average_by_size(profile, np.ones((1, profile.places.size)))
+        vertex = fit_parabola(np.log10(profile.sizes), loss, weight)
+        x[i] = np.geomspace(profile.sizes[0], profile.sizes[-1], NUM_POINTS)
         y[i] = vertex.height + vertex.curvature * (np.log10(x[i]) - vertex.place) ** 2
-    plain = [each for each in frontier_set.frontiers if each.method == PARABOLA]
+    plain = [
+        frontier for frontier in frontier_set.frontiers if frontier.method == PARABOLA
+    ]
     if not plain:
         return GridGroups(group, PlotCurve(x, y), PlotCurve(np.empty(0), np.empty(0)))
     best = plain[0].minima
