@@ -7,7 +7,7 @@ from pallas_kernels.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from scaling.fits.diagnostics import held_out_warnings
     from scaling.fits.equal_loss import compare
-    from scaling.fits.fitting import describe_thinning, fit, score_held_out
+    from scaling.fits.fitting import bootstrap, describe_thinning, fit
     from scaling.fits.goodness import (
         CHANCE,
         f_test_p_value,
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
         percentages,
     )
     from scaling.fits.intervals import percentile_intervals, student_t
-    from scaling.fits.levenberg_marquardt import FitProblem, solve_weightings
+    from scaling.fits.levenberg_marquardt import FitProblem, Objective, solve_weightings
     from scaling.fits.multistart import compiled_minimize
     from scaling.fits.observations import make_observations
-    from scaling.fits.prediction import predict, run_flops
+    from scaling.fits.prediction import predict, run_flops, score, score_held_out
     from scaling.fits.profile import choose_pair, profile_objective
+    from scaling.fits.restrictions import Restrictions
     from scaling.fits.result import FitResult, HeldOut, from_json, to_json
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -19,10 +19,9 @@ def assemble_result(
     start_summary: diagnostics.StartSummary,
     best: Float[np.ndarray, " k"],
     objective: float,
-    samples: Float[np.ndarray, "resamples k"] | None,
     level: float,
 ) -> FitResult:
-    """Describes an optimum.
+    """Describes an optimum, with intervals from the curvature.
 
     Args:
       problem: the fit problem.
@@ -30,7 +29,6 @@ def assemble_result(
       start_summary: summary of the starts.
       best: coordinates of the optimum.
       objective: sum of losses at the optimum.
-      samples: coordinates of the resamples.
       level: probability of the intervals.
     """
     law = problem.law
@@ -46,32 +44,34 @@ def assemble_result(
     natural = laws.coefficients(law, best[None], centre)[0]
     residuals = laws.values(law, best[None], runs.logs)[0] - runs.target
     condition_number, flat_directions = diagnostics.curvature_shape(problem, matrix)
-
-    def interval(value: Any, spread: Any, sampled: Any) -> Any:
-        if samples is None:
-            half = intervals.student_t(level, max(1, n - k)) * spread
-            return value - half, value + half
-        size = {"loss": problem.loss, "num_points": n, "k": k}
-        return intervals.percentile_intervals(value, sampled, level, **size)
-
-    sampled = None
-    if samples is not None:
-        sampled = laws.coefficients(law, samples, centre)
-    ends = interval(natural, _spread(covariance), sampled)
-    if samples is None:
-        # A size is symmetric in its logarithm, and stays positive.
-        logged = np.array([c.log for c in law.coordinates])
-        share = (ends[1] - natural) / np.where(logged, natural, 1.0)
-        ratio = np.exp(np.where(logged, np.minimum(share, 700), 0.0))
-        with np.errstate(over="ignore"):  # infinite upper ends
-            low = natural / ratio
-            high = natural * ratio
-        ends = np.where(logged, low, ends[0]), np.where(logged, high, ends[1])
-    noise = residuals * np.sqrt(n / max(1, n - k))
-    exponents, exponent_ends = _exponents(law, natural, covariance, sampled, interval)
+    quantile = intervals.student_t(level, max(1, n - k))
+    half = quantile * _spread(covariance)
+    # A size is symmetric in its logarithm, and stays positive.
+    logged = np.array([c.log for c in law.coordinates])
+    share = (natural + half - natural) / np.where(logged, natural, 1.0)
+    ratio = np.exp(np.where(logged, np.minimum(share, 700), 0.0))
+    with np.errstate(over="ignore"):  # infinite upper ends
+        low = np.where(logged, natural / ratio, natural - half)
+        high = np.where(logged, natural * ratio, natural + half)
+    exponents = {}
+    exponent_intervals = {}
+    if law.two_powers is not None:
+        value = _exponents(law, natural)
+        # A central difference; its step is far above rounding and far below any curve.
+        steps = np.diag(1e-6 * np.maximum(np.abs(natural), 1e-12))
+        columns = [
+            (_exponents(law, natural + x) - _exponents(law, natural - x))
+            / (2 * x.sum())
+            for x in steps
+        ]
+        slope = np.stack(columns, 1)
+        half = quantile * _spread(slope @ covariance @ slope.T)
+        exponents = dict(zip(Exponents._fields, map(float, value), strict=True))
+        exponent_intervals = _pairs(Exponents._fields, value - half, value + half)
     columns = {x: np.asarray(data[x], float) for x in (*law.inputs, law.target)}
     if {"num_params", "num_tokens"} <= columns.keys():
         columns["flops"] = 6 * columns["num_params"] * columns["num_tokens"]
+    noise = residuals * np.sqrt(n / max(1, n - k))
     result = FitResult(
         law=law.name,
         inputs=law.inputs,
@@ -81,8 +81,8 @@ def assemble_result(
         statuses=start_summary.statuses,
         distinct_minima=start_summary.distinct_minima,
         covariance=covariance,
-        intervals=_pairs(names, ends),
-        samples=samples,
+        intervals=_pairs(names, low, high),
+        samples=None,
         condition_number=condition_number,
         flat_directions=flat_directions,
         bounds_hit=diagnostics.find_bounds_hit(problem, best),
@@ -90,11 +90,11 @@ def assemble_result(
         num_points=n,
         residuals=residuals,
         exponents=exponents,
-        exponent_intervals=exponent_ends,
+        exponent_intervals=exponent_intervals,
         held_out=None,
-        loss=problem.loss,
-        delta=problem.delta,
-        space=problem.space,
+        loss=problem.objective.loss,
+        delta=problem.objective.delta,
+        space=problem.objective.space,
         level=level,
         coordinates=best,
         centre=centre,
@@ -105,35 +105,60 @@ def assemble_result(
     return result._replace(warnings=diagnostics.list_warnings(problem, result))
 
 
-def _exponents(
-    law: Law, natural: Any, covariance: Any, sampled: Any, interval: Any
-) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """Returns the exponents of the compute optimum and their intervals."""
-    if law.two_powers is None:
-        return {}, {}
+def add_resamples(
+    problem: FitProblem, result: FitResult, samples: Float[np.ndarray, "resamples k"]
+) -> FitResult:
+    """Returns a result with intervals and warnings from resamples.
 
-    def compute(x: np.ndarray) -> np.ndarray:
-        return np.stack(
-            optimal_exponents(law, dict(zip(law.coefficients, x, strict=True)))
+    Args:
+      problem: the fit problem.
+      result: result whose coordinates are those of the problem's law.
+      samples: coordinates of the resamples.
+    """
+    law = problem.law
+    centre = problem.runs.centre
+    natural = laws.coefficients(law, result.coordinates[None], centre)[0]
+    sampled = laws.coefficients(law, samples, centre)
+
+    def interval(value: np.ndarray, several: np.ndarray) -> Any:
+        return intervals.percentile_intervals(
+            value,
+            several,
+            result.level,
+            loss=problem.objective.loss,
+            num_points=problem.runs.num_points,
+            k=int(problem.free.sum()),
         )
 
-    value = compute(natural)
-    # A central difference; its step is far above rounding and far below any curve.
-    steps = np.diag(1e-6 * np.maximum(np.abs(natural), 1e-12))
-    slopes = [
-        (compute(natural + x) - compute(natural - x)) / (2 * x.sum()) for x in steps
-    ]
-    slope = np.stack(slopes, 1)
-    several = None if sampled is None else compute(sampled.T).T
-    ends = interval(value, _spread(slope @ covariance @ slope.T), several)
-    names = Exponents._fields
-    return dict(zip(names, map(float, value), strict=True)), _pairs(names, ends)
+    exponent_intervals = {}
+    if law.two_powers is not None:
+        several = _exponents(law, sampled.T).T
+        ends = interval(_exponents(law, natural), several)
+        exponent_intervals = _pairs(Exponents._fields, *ends)
+    names = law.coefficients
+    result = result._replace(
+        coefficients=dict(zip(names, map(float, natural), strict=True)),
+        intervals=_pairs(names, *interval(natural, sampled)),
+        samples=samples,
+        exponent_intervals=exponent_intervals,
+        held_out=None,
+    )
+    return result._replace(warnings=diagnostics.list_warnings(problem, result))
+
+
+def _exponents(
+    law: Law, natural: Float[np.ndarray, "k ..."]
+) -> Float[np.ndarray, "2 ..."]:
+    """Returns the exponents of the compute optimum of natural coefficients."""
+    named = dict(zip(law.coefficients, natural, strict=True))
+    return np.stack(optimal_exponents(law, named))
 
 
 def _spread(covariance: np.ndarray) -> np.ndarray:
     return np.sqrt(np.maximum(np.diagonal(covariance), 0))
 
 
-def _pairs(names: Sequence[str], ends: Any) -> dict[str, tuple[float, float]]:
-    low, high = ends
+def _pairs(
+    names: Sequence[str], low: np.ndarray, high: np.ndarray
+) -> dict[str, tuple[float, float]]:
     return {name: (float(low[i]), float(high[i])) for i, name in enumerate(names)}

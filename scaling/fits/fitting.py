@@ -1,37 +1,38 @@
 """Robust fits of scaling laws from many starts, with intervals and warnings.
 
-Public functions: `fit`; then `predict`, `score_fit` and `compare`; `to_json` and
-`from_json`.
+Public functions: `fit`; then `bootstrap`, `score`, `predict` and `compare`; `to_json`
+and `from_json`.
 """
 
 import functools
-import typing
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxkv import validation
 from scaling import laws
-from scaling.fits import (
-    assemble,
-    diagnostics,
-    intervals,
-    levenberg_marquardt,
-    prediction,
-    restrictions,
-)
+from scaling.fits import assemble, diagnostics, intervals, levenberg_marquardt
 from scaling.fits.equal_loss import Comparison, compare
 from scaling.fits.levenberg_marquardt import (
-    DELTA,
+    HUBER,
     FitProblem,
-    Loss,
+    Objective,
     Report,
     Solution,
-    Space,
 )
 from scaling.fits.observations import Observations, make_observations
-from scaling.fits.prediction import Prediction, predict, score_fit
+from scaling.fits.prediction import Prediction, predict, score
+from scaling.fits.restrictions import (
+    UNRESTRICTED,
+    Restrictions,
+    coordinate_limits,
+    from_restricted,
+    refuse_high_floor,
+    restrict_law,
+    to_restricted,
+)
 from scaling.fits.result import FitResult, HeldOut, from_json, to_json
 from scaling.laws import Law
 
@@ -39,156 +40,253 @@ __all__ = [
     "Comparison",
     "FitResult",
     "HeldOut",
+    "Objective",
     "Prediction",
+    "Restrictions",
+    "bootstrap",
     "compare",
     "fit",
     "from_json",
     "predict",
-    "score_fit",
-    "score_held_out",
+    "score",
     "to_json",
 ]
 
 
-@validation.checks_numbers(
-    delta="(-inf, inf)", bootstrap=0, level="(0, 1)", seed=validation.SEEDS
-)
+def _reads_former_keywords[**P](
+    function: Callable[P, FitResult],
+) -> Callable[P, FitResult]:
+    """Decorates `fit` to translate its former keywords, with a DeprecationWarning."""
+
+    @functools.wraps(function)
+    def translated(*args: Any, **keywords: Any) -> FitResult:
+        if keywords.keys() & _FORMER_KEYWORDS:
+            return _fit_with_former_keywords(*args, **keywords)
+        return function(*args, **keywords)
+
+    return translated
+
+
+@_reads_former_keywords
+@validation.checks_numbers(level="(0, 1)")
 def fit(
     law: Law,
     data: Mapping[str, Any],
     *,
-    loss: Loss = "huber",
-    delta: float = DELTA,
-    space: Space = "log",
+    objective: Objective = HUBER,
+    restrictions: Restrictions = UNRESTRICTED,
     weights: Any = None,
-    starts: Sequence[Mapping[str, float]] | None = None,
-    fixed: Mapping[str, float] | None = None,
-    bounds: restrictions.Bounds | None = None,
-    bootstrap: int = 0,
     cluster: Any = None,
+    starts: Sequence[Mapping[str, float]] | None = None,
     level: float = 0.9,
-    seed: int = 0,
-    held_out: Any = None,
-    progress: Report | None = None,
 ) -> FitResult:
     """Fits a law to runs.
 
-    Minimizes the sum of `loss` over the residuals from every start, and refines the
-    best end until rounding stops it. If two inputs are nearly collinear, starts from
-    the whole box are tried too, and reported if one of them is better.
+    Minimizes the objective from every start, and refines the best end until rounding
+    stops it. If two inputs are nearly collinear, starts from the whole box are tried
+    too, and reported if one of them is better.
 
     Args:
-      law: a law of `published.LAWS`.
+      law: a law of `published.LAWS`, or another one.
       data: a column for each of the law's inputs, and one for its target; positive.
-      loss: loss of a residual: `huber`, half its square up to `delta` and linear
-        beyond; `lad`, its absolute value; `mse`, half its square.
-      delta: threshold of `huber`, at least 1e-12.
-      space: `log` for residuals of logarithms, `linear` for those of the target itself.
+      objective: loss and space of the residuals.
+      restrictions: fixed and bounded coefficients.
       weights: weights of the rows, at least 0; 1 by default.
+      cluster: labels; rows with equal labels are of one run.
       starts: coefficients of further starts, in addition to the law's own.
-      fixed: given coefficients by name; they count as known in intervals and degrees of
-        freedom.
-      bounds: smallest and largest value of coefficients, by name.
-      bootstrap: number of resamples for the intervals, fitted from the optimum; with 0
-        the intervals come from the curvature. With more than 4,096 rows resamples are
-        drawn from a normal distribution (`intervals.draw_normal`).
-      cluster: labels; rows with equal labels are resampled together.
       level: probability of the intervals, in (0, 1).
-      seed: seed of the resamples.
-      held_out: mask of the rows that are not fitted; the fit is scored on them.
-      progress: called with the number of completed resamples.
 
     Returns:
-      The fit, with its problems in `warnings`.
+      The fit, with intervals from the curvature, and with its problems in `warnings`.
 
     Raises:
-      ValueError: the data cannot be fitted (see `observations.make_observations`), an
-        argument has another type or is outside its range, or `held_out` has no row.
+      ValueError: the data cannot be fitted (see `observations.make_observations`), or
+        an argument has another type or is outside its range.
 
     Source: the objective is that of Hoffmann et al. 2022, arXiv:2203.15556,
-    section 3.3; the resampled intervals follow Besiroglu et al. 2024, arXiv:2404.10102.
+    section 3.3.
     """
     validation.instance("law", law, Law)
     validation.instance("data", data, Mapping)
-    validation.choice("loss", loss, typing.get_args(Loss))
-    validation.choice("space", space, typing.get_args(Space))
-    if delta < _LEAST_DELTA:
-        raise ValueError(
-            f"{delta=} must be positive, at least {_LEAST_DELTA}; see loss='lad'"
-        )
-    if bootstrap == 1:
-        raise ValueError(f"{bootstrap=} must be 0 or at least 2 resamples")
-    larger = None
-    if held_out is not None:
-        mask = np.asarray(held_out, bool)
+    validation.instance("objective", objective, Objective)
+    validation.instance("restrictions", restrictions, Restrictions)
+    problem = _make_problem(law, data, objective, restrictions, weights, cluster)
+    runs = problem.runs
+    first = law.starts(runs.level)
+    if starts:
+        first = np.concatenate([first, _coordinates(law, starts, runs)])
+    first = to_restricted(law, problem.law, first, runs.centre)
+    few = problem._replace(runs=runs.thinned(levenberg_marquardt.MAX_EXACT_ROWS))
+    ends = levenberg_marquardt.solve_weightings(few, _repeat(few, len(first)), first)
+    start_summary = diagnostics.compare_starts(few, ends)
+    best, minimum = _polish(problem, ends.coordinates[start_summary.best])
+    if diagnostics.find_collinear(problem, _NEARLY_COLLINEAR):
+        wide = _search_widely(problem)
+        other, reached = _polish(problem, wide.coordinates[np.argmin(wide.objective)])
+        if reached < minimum * (1 - _BETTER):
+            best = other
+            minimum = reached
+            ends = Solution(*map(np.concatenate, zip(ends, wide, strict=True)))
+            start_summary = diagnostics.compare_starts(few, ends)
+    result = assemble.assemble_result(
+        problem, data, start_summary, best, minimum, level
+    )
+    result = result._replace(
+        fixed=dict(restrictions.fixed), bounds=dict(restrictions.bounds)
+    )
+    return _unrestrict(law, problem, result)
+
+
+@validation.checks_numbers(num_resamples=2, seed=validation.SEEDS)
+def bootstrap(
+    result: FitResult,
+    data: Mapping[str, Any],
+    *,
+    num_resamples: int,
+    seed: int = 0,
+    law: Law | None = None,
+    weights: Any = None,
+    cluster: Any = None,
+    progress: Report | None = None,
+) -> FitResult:
+    """Computes the intervals of a fit from resamples of its runs.
+
+    Every resample is fitted from the optimum. With more than 4,096 rows resamples are
+    drawn from a normal distribution (`intervals.draw_normal`).
+
+    Args:
+      result: the fit.
+      data: the columns that were fitted.
+      num_resamples: number of resamples, at least 2.
+      seed: seed of the resamples.
+      law: the law that was fitted, if it is not in `published.LAWS`.
+      weights: the weights of the fit.
+      cluster: labels; rows with equal labels are resampled together.
+      progress: called with the number of completed resamples.
+
+    Returns:
+      The fit with `samples`, and with intervals of the same level and warnings that
+      follow from them. A score of held-out runs is left out, since it depends on the
+      intervals.
+
+    Raises:
+      ValueError: an argument has another type or is outside its range, or the data or
+        the weights are not those of the fit.
+
+    Source: Besiroglu et al. 2024, arXiv:2404.10102.
+    """
+    validation.instance("result", result, FitResult)
+    validation.instance("data", data, Mapping)
+    law = result.find_law() if law is None else validation.instance("law", law, Law)
+    objective = Objective(result.loss, result.delta, result.space)
+    restrictions = Restrictions(result.fixed, result.bounds)
+    problem = _make_problem(law, data, objective, restrictions, weights, cluster)
+    best = result.optimum
+    if best is None:  # read from a file
+        coordinates = result.coordinates[None]
+        best = to_restricted(law, problem.law, coordinates, problem.runs.centre)[0]
+    reached = objective.sum_losses(problem.residuals(best), problem.runs.weights)
+    if abs(reached - result.objective) > 1e-12 + 1e-6 * result.objective:  # rounding
+        raise ValueError("data and weights must be those of the fit")
+    samples = _resample(problem, best, num_resamples, seed, progress)
+    result = result._replace(coordinates=best)
+    return _unrestrict(law, problem, assemble.add_resamples(problem, result, samples))
+
+
+_FORMER_VALUES = {
+    "objective": (Objective, ("loss", "delta", "space")),
+    "restrictions": (Restrictions, ("fixed", "bounds")),
+}
+_FORMER_KEYWORDS = {
+    *("loss", "delta", "space", "fixed", "bounds"),
+    *("bootstrap", "seed", "progress", "held_out"),
+}
+
+
+def _fit_with_former_keywords(
+    law: Law, data: Mapping[str, Any], **keywords: Any
+) -> FitResult:
+    """Calls `fit`, `bootstrap` and `score` for the former keywords of `fit`."""
+    former = {x: value for x, value in keywords.items() if x in _FORMER_KEYWORDS}
+    options = {x: value for x, value in keywords.items() if x not in _FORMER_KEYWORDS}
+    # The call shows arguments that may be long by name.
+    rows = "".join(f", {x}={x}" for x in ("weights", "cluster") if x in options)
+    call = f"fits.fit(law, runs{rows}"
+    for name, (kind, field_names) in _FORMER_VALUES.items():
+        fields = {x: former[x] for x in field_names if former.get(x) is not None}
+        if fields:
+            if name in options:
+                raise TypeError(f"fit() got both {name}= and {', '.join(fields)}")
+            options[name] = kind(**fields)
+            listed = ", ".join(f"{x}={value!r}" for x, value in fields.items())
+            call += f", {name}=fits.{kind.__name__}({listed})"
+    call += ")"
+    num_resamples = former.get("bootstrap", 0)
+    seed = former.get("seed", 0)
+    if num_resamples:
+        call = f"fits.bootstrap({call}, runs, {num_resamples=}, {seed=}{rows})"
+    mask = former.get("held_out")
+    held_out = {}
+    if mask is not None:
+        call = f"fits.score({call}, held_out_runs)"
+        mask = np.asarray(mask, bool)
         if mask.ndim != 1:
             raise ValueError(
                 "held_out must be a mask of rows, such as log.select(rule)"
             )
         if not mask.any():
             raise ValueError("held_out has no row: at least one run must be scored")
-        columns = {name: np.asarray(column) for name, column in data.items()}
-        larger = {name: column[mask] for name, column in columns.items()}
-        data = {name: column[~mask] for name, column in columns.items()}
-        weights, cluster = (
-            None if x is None else np.asarray(x)[~mask] for x in (weights, cluster)
+        held_out = {name: np.asarray(column)[mask] for name, column in data.items()}
+        data = {name: np.asarray(column)[~mask] for name, column in data.items()}
+        for name in ("weights", "cluster"):
+            if options.get(name) is not None:
+                options[name] = np.asarray(options[name])[~mask]
+    listed = ", ".join(f"{name}=" for name in former)
+    warnings.warn(f"fit({listed}) is now {call}", DeprecationWarning, stacklevel=3)
+    result = fit(law, data, **options)
+    if num_resamples:
+        result = bootstrap(
+            result,
+            data,
+            num_resamples=num_resamples,
+            seed=seed,
+            law=law,
+            weights=options.get("weights"),
+            cluster=options.get("cluster"),
+            progress=former.get("progress"),
         )
-    fixed = dict(fixed or {})
-    bounds = dict(bounds or {})
-    limits = restrictions.coordinate_limits(law, fixed, bounds)
-    runs = make_observations(law, data, weights, cluster, num_given=len(fixed))
-    restrictions.refuse_high_floor(law, limits, runs.target)
-    form = restrictions.restrict_law(law, limits, runs.centre)
-    problem = FitProblem(form, runs, loss, float(delta), space, limits)
-    first = law.starts(runs.level)
-    if starts:
-        first = np.concatenate([first, _coordinates(law, starts, runs)])
-    first = restrictions.to_restricted(law, form, first, runs.centre)
-    few = problem._replace(runs=runs.thinned(levenberg_marquardt.MAX_EXACT_ROWS))
-    ends = levenberg_marquardt.solve_weightings(few, _repeat(few, len(first)), first)
-    start_summary = diagnostics.compare_starts(few, ends)
-    best, objective = _polish(problem, ends.coordinates[start_summary.best])
-    if diagnostics.find_collinear(problem, _NEARLY_COLLINEAR):
-        wide = _search_widely(problem)
-        other, reached = _polish(problem, wide.coordinates[np.argmin(wide.objective)])
-        if reached < objective * (1 - _BETTER):
-            best = other
-            objective = reached
-            ends = Solution(*map(np.concatenate, zip(ends, wide, strict=True)))
-            start_summary = diagnostics.compare_starts(few, ends)
-    samples = None
-    if bootstrap:
-        samples = _resample(problem, best, bootstrap, seed, progress)
-    result = assemble.assemble_result(
-        problem, data, start_summary, best, objective, samples, level
+    return score(result, held_out) if held_out else result
+
+
+def _make_problem(
+    law: Law,
+    data: Mapping[str, Any],
+    objective: Objective,
+    restrictions: Restrictions,
+    weights: Any,
+    cluster: Any,
+) -> FitProblem:
+    """Returns the fit problem in the restricted form of the law."""
+    limits = coordinate_limits(law, restrictions)
+    num_given = len(restrictions.fixed)
+    runs = make_observations(law, data, weights, cluster, num_given=num_given)
+    refuse_high_floor(law, limits, runs.target)
+    return FitProblem(restrict_law(law, limits, runs.centre), runs, objective, limits)
+
+
+def _unrestrict(law: Law, problem: FitProblem, result: FitResult) -> FitResult:
+    """Returns a result in the law's own coordinates, with exact fixed values."""
+    convert = functools.partial(
+        from_restricted, law, problem.law, centre=problem.runs.centre
     )
-    # In the law's own coordinates, with fixed values exact to the bit.
-    unrestrict = functools.partial(
-        restrictions.from_restricted, law, form, centre=runs.centre
-    )
-    ends = {name: (value, value) for name, value in fixed.items()}
-    result = result._replace(
-        coefficients=result.coefficients | fixed,
+    ends = {name: (value, value) for name, value in result.fixed.items()}
+    return result._replace(
+        coefficients=result.coefficients | dict(result.fixed),
         intervals=result.intervals | ends,
-        coordinates=unrestrict(result.coordinates[None])[0],
-        samples=None if samples is None else unrestrict(samples),
-        fixed=fixed,
-        bounds=bounds,
+        coordinates=convert(result.coordinates[None])[0],
+        samples=None if result.samples is None else convert(result.samples),
+        optimum=result.coordinates,
     )
-    return result if larger is None else score_held_out(result, larger)
-
-
-def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
-    """Scores a fit on held-out runs; adds a warning if they contradict its intervals.
-
-    Args:
-      result: the fit.
-      data: columns of at least one run.
-    """
-    held_out = prediction.score_fit(result, data)
-    doubts = diagnostics.held_out_warnings(held_out, result.warnings)
-    warnings = [*result.warnings, *doubts]
-    return result._replace(held_out=held_out, warnings=warnings)
 
 
 @validation.checks_numbers(num_rows=0)
@@ -228,7 +326,6 @@ def _resample(
     return resampled.coordinates
 
 
-_LEAST_DELTA = 1e-12
 _NEARLY_COLLINEAR = 0.3
 """Spread of one input, given another, over its whole spread, below which starts are
 drawn from the whole box."""
@@ -280,8 +377,9 @@ def _polish(problem: FitProblem, start: np.ndarray) -> tuple[np.ndarray, float]:
     )
     best = end.coordinates[0]
     objective = float(end.objective[0])
-    if problem.loss == "lad":  # the optimizer rounds its corner off
-        objective = float(weights[0] @ np.abs(problem.residuals(best)))
+    if problem.objective.loss == "lad":  # the optimizer rounds its corner off
+        residuals = problem.residuals(best)
+        objective = problem.objective.sum_losses(residuals, weights[0])
     return best, objective
 
 

@@ -84,10 +84,10 @@ def curvature(
     matrix = (slopes * problem.runs.weights[:, None]).T @ slopes
     n, k = slopes.shape
     lost = n / max(1, n - k)
-    if problem.loss == "mse":
+    if problem.objective.loss == "mse":
         factor = lost * np.mean(residuals**2)
     else:
-        delta = problem.deltas()[-1]
+        delta = problem.objective.deltas()[-1]
         clipped = np.clip(residuals, -delta, delta)
         # Probability of a residual below delta: counting residuals below delta would
         # count the points that the fit passes through. Half of the residuals are below
@@ -128,8 +128,8 @@ def draw_normal(
     residuals, slopes = _linearised(problem, coordinates)
     pull = residuals
     bend = np.ones(len(residuals))
-    if problem.loss != "mse":
-        delta = problem.deltas()[-1]
+    if problem.objective.loss != "mse":
+        delta = problem.objective.deltas()[-1]
         pull = np.clip(residuals, -delta, delta)
         # The share of residuals within delta is their density times its width; for a
         # tiny delta the density is estimated from a tenth of them.
@@ -154,7 +154,7 @@ def _linearised(
     runs = problem.runs
     residuals = problem.residuals(coordinates)
     slopes = laws.slopes(problem.law, coordinates, runs.logs)
-    if problem.space == "linear":
+    if problem.objective.space == "linear":
         slopes = slopes * (residuals + np.exp(runs.target))[:, None]
     return residuals, slopes
 

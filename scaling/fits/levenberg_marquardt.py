@@ -1,8 +1,11 @@
 """Fits of observations with the optimizer: in float64, in batches, from many starts."""
 
+import dataclasses
+import math
+import sys
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ Report = Callable[[float], None]
 DELTA = 1e-3
 LAST_DELTA = 1e-8
 """Delta at which Huber's loss equals the absolute value times delta, up to rounding."""
+_LEAST_DELTA = 1e-12
 _ROWS_PER_PIECE = 1024
 _LEAST_PIECE = 64
 """Problems of one call: one compiled program, with progress reports in between."""
@@ -36,24 +40,71 @@ _POINTS_PER_UNIT = 16
 numbers of points to twice that."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """Sum of a loss over the residuals.
+
+    Attributes:
+      loss: loss of a residual: `huber`, half its square up to `delta` and linear
+        beyond; `lad`, its absolute value; `mse`, half its square.
+      delta: threshold of `huber`, at least 1e-12.
+      space: `log` for residuals of logarithms, `linear` for those of the target itself.
+    """
+
+    loss: Loss = "huber"
+    delta: float = DELTA
+    space: Space = "log"
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        validation.choice("loss", self.loss, get_args(Loss))
+        validation.choice("space", self.space, get_args(Space))
+        largest = sys.float_info.max
+        delta = validation.number(
+            "delta", self.delta, low=-largest, high=largest, hint="in (-inf, inf)"
+        )
+        if delta < _LEAST_DELTA:
+            raise ValueError(
+                f"{delta=} must be positive, at least {_LEAST_DELTA}; see loss='lad'"
+            )
+        object.__setattr__(self, "delta", delta)
+
+    def sum_losses(
+        self, residuals: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"]
+    ) -> float:
+        """Returns the weighted sum of the losses of residuals."""
+        if self.loss == "lad":
+            return float(weights @ np.abs(residuals))
+        delta = math.inf if self.loss == "mse" else self.delta
+        clipped = np.clip(residuals, -delta, delta)
+        return float(weights @ (clipped * (residuals - clipped / 2)))
+
+    def deltas(self) -> list[float]:
+        """Returns a falling sequence of deltas, which ends at that of the loss."""
+        if self.loss == "mse":
+            return [math.inf]
+        last = LAST_DELTA if self.loss == "lad" else self.delta
+        steps = max(0, round(np.log10(DELTA / last)))
+        return [*np.geomspace(DELTA, last, steps + 1)[:-1], last]
+
+
+HUBER = Objective()
+"""Huber's loss of log residuals, as in Hoffmann et al. 2022, arXiv:2203.15556."""
+
+
 class FitProblem(NamedTuple):
     """A fit problem: law, runs and objective.
 
     Attributes:
       law: law to fit.
       runs: the runs.
-      loss: loss of a residual: `huber`, quadratic up to `delta` and linear beyond;
-        `lad`, its absolute value; `mse`, half its square.
-      delta: threshold of `huber`.
-      space: `log` for residuals of logarithms, `linear` for those of the target.
+      objective: loss and space of the residuals.
       limits: limits of fixed or bounded coordinates, see `restrictions`.
     """
 
     law: Law
     runs: Observations
-    loss: Loss = "huber"
-    delta: float = DELTA
-    space: Space = "log"
+    objective: Objective = HUBER
     limits: restrictions.Bounds = MappingProxyType({})
 
     @property
@@ -72,20 +123,12 @@ class FitProblem(NamedTuple):
         """Names of the fixed coefficients."""
         return tuple(name for name, (low, high) in self.limits.items() if low == high)
 
-    def deltas(self) -> list[float]:
-        """Returns a falling sequence of deltas, which ends at the problem's."""
-        if self.loss == "mse":
-            return [np.inf]
-        last = LAST_DELTA if self.loss == "lad" else self.delta
-        steps = max(0, round(np.log10(DELTA / last)))
-        return [*np.geomspace(DELTA, last, steps + 1)[:-1], last]
-
     def residuals(
         self, coordinates: Float[np.ndarray, " k"]
     ) -> Float[np.ndarray, " n"]:
         """Returns prediction minus observation, in the problem's space."""
         value = laws.values(self.law, coordinates[None], self.runs.logs)[0]
-        if self.space == "log":
+        if self.objective.space == "log":
             return value - self.runs.target
         return np.exp(value) - np.exp(self.runs.target)
 
@@ -158,7 +201,8 @@ def _solve_piece(
         box = [np.pad(x, ((0, size - count), (0, 0)), "edge") for x in box]
     with jax.enable_x64(True):
         lanes = min(size, _LEAST_PIECE)
-        call = multistart.compiled_minimize(problem.law, problem.space, lanes)
+        space = problem.objective.space
+        call = multistart.compiled_minimize(problem.law, space, lanes)
         full = np.zeros((size, runs.num_points + room))
         full[:count, : runs.num_points] = weights
         x = np.zeros((size, starts.shape[1]))
@@ -167,7 +211,7 @@ def _solve_piece(
         fields = []
         arrays = [jnp.asarray(a) for a in (logs, target, full)]
         walls = tuple(jnp.asarray(x) for x in box)
-        for delta in problem.deltas():
+        for delta in problem.objective.deltas():
             scale = min(1.0, delta / DELTA) if np.isfinite(delta) else 1.0
             scaled_tolerance = jnp.float64(tolerance * scale)
             settings = multistart.SolverSettings(

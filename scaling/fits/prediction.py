@@ -1,5 +1,6 @@
 """Predictions of a fit for other runs, and their scores."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -8,7 +9,7 @@ from jaxtyping import Float
 
 from jaxkv import validation
 from scaling import laws
-from scaling.fits import forecasts, intervals
+from scaling.fits import diagnostics, forecasts, intervals
 from scaling.fits.result import FitResult, HeldOut
 from scaling.laws import Law, coefficient_slopes
 
@@ -99,15 +100,25 @@ def predict(
     return Prediction(np.exp(value), np.exp(low), np.exp(high))
 
 
-def score_fit(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
-    """Scores a fit on held-out runs.
+def score(result: FitResult, data: Mapping[str, Any]) -> FitResult:
+    """Scores a fit on held-out runs; adds a warning if they contradict its intervals.
 
     Args:
       result: the fit.
-      data: columns of at least one run.
+      data: a column for each of its inputs, and one for its target; at least one run.
+
+    Returns:
+      The fit with `FitResult.held_out`; with resamples, also the share of the runs
+      inside their intervals.
+
+    Raises:
+      ValueError: a column is missing, an input is not positive, or there is no run.
     """
     law = result.find_law()
+    law.check_columns(data, (*law.inputs, law.target))
     targets = np.asarray(data[law.target], float)
+    if not targets.size:
+        raise ValueError("data has no row: at least one run must be scored")
     error = np.log(predict(result, data).loss / targets)
     covered = None
     if result.samples is not None:
@@ -121,13 +132,23 @@ def score_fit(result: FitResult, data: Mapping[str, Any]) -> HeldOut:
             np.mean((prediction.low <= row_targets) & (row_targets <= prediction.high))
         )
     size = np.abs(error)
-    return HeldOut(
+    held_out = HeldOut(
         num_points=len(targets),
         mean_error=float(size.mean()),
         worst_error=float(size.max()),
         last_error=float(error[np.argmax(run_flops(law, data))]),
         covered=covered,
     )
+    doubts = diagnostics.held_out_warnings(held_out, result.warnings)
+    return result._replace(held_out=held_out, warnings=[*result.warnings, *doubts])
+
+
+def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
+    """Returns `score(result, data)`, with a DeprecationWarning about its new name."""
+    warnings.warn(
+        "fits.score_held_out is now called fits.score", DeprecationWarning, stacklevel=2
+    )
+    return score(result, data)
 
 
 def run_flops(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from scaling.fits import levenberg_marquardt, observations
-from scaling.fits.levenberg_marquardt import FitProblem
+from scaling.fits.levenberg_marquardt import LAST_DELTA, FitProblem, Objective
 from scaling.fits.result import FitResult
 
 
@@ -68,11 +68,11 @@ def profile_objective(
         for coordinates in (starts, low, high):
             coordinates[:, place] = held.ravel()
     solution = levenberg_marquardt.solve_weightings(
-        FitProblem(law, runs, result.loss, result.delta, result.space),
+        FitProblem(law, runs, Objective(result.loss, result.delta, result.space)),
         lambda count: np.tile(runs.weights, (count, 1)),
         starts,
         box=(low, high),
         tolerance=1e-30,
     )
     profile = solution.objective.reshape(y.size, x.size)
-    return profile / levenberg_marquardt.LAST_DELTA if result.loss == "lad" else profile
+    return profile / LAST_DELTA if result.loss == "lad" else profile

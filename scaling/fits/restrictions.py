@@ -10,12 +10,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from scaling import laws
 from scaling.laws import Law
 
@@ -25,36 +27,60 @@ _WIDE = 700.0
 """End of a side without bound, as a logarithm or as a number."""
 
 
-def coordinate_limits(law: Law, fixed: Mapping[str, float], bounds: Bounds) -> Bounds:
-    """Validates restrictions, and turns them into limits of coordinates.
+@dataclasses.dataclass(frozen=True)
+class Restrictions:
+    """Fixed and bounded coefficients, by name, in natural units.
+
+    Attributes:
+      fixed: given values; they count as known in intervals and degrees of freedom.
+      bounds: smallest and largest values; minus infinity or 0, and infinity, mean no
+        bound.
+    """
+
+    fixed: Mapping[str, float] = MappingProxyType({})
+    bounds: Bounds = MappingProxyType({})
+
+    def __post_init__(self) -> None:
+        """Validates the fields, and copies them."""
+        fixed = dict(validation.instance("fixed", self.fixed, Mapping))
+        bounds = dict(validation.instance("bounds", self.bounds, Mapping))
+        for name, (low, high) in bounds.items():
+            message = f"{name} in [{low:g}, {high:g}]"
+            if name in fixed:
+                raise ValueError(f"{message}: it is fixed")
+            if not low < high:
+                raise ValueError(f"{message}: the first must be below the second")
+            bounds[name] = (low, high)
+        object.__setattr__(self, "fixed", MappingProxyType(fixed))
+        object.__setattr__(self, "bounds", MappingProxyType(bounds))
+
+
+UNRESTRICTED = Restrictions()
+
+
+def coordinate_limits(law: Law, restrictions: Restrictions) -> Bounds:
+    """Turns restrictions into limits of coordinates.
 
     Args:
       law: the law.
-      fixed: values by name.
-      bounds: smallest and largest value by name; minus infinity or 0, and infinity,
-        mean no bound.
+      restrictions: fixed and bounded coefficients.
 
     Returns:
       The limits by name, logarithms for logarithmic coordinates; equal for a fixed
       coefficient.
 
     Raises:
-      ValueError: a coefficient does not exist or is restricted twice, all are fixed, or
-        a value is outside the law's range.
+      ValueError: a coefficient does not exist, all are fixed, or a value is outside the
+        law's range.
     """
     limits = {}
-    for name, value in fixed.items():
+    for name, value in restrictions.fixed.items():
         _check(law, name, (value, value), f"{name}={value:g}")
         limits[name] = (value, value)
-    for name, (low, high) in bounds.items():
-        message = f"{name} in [{low:g}, {high:g}]"
-        if name in fixed:
-            raise ValueError(f"{message}: it is fixed")
-        if not low < high:
-            raise ValueError(f"{message}: the first must be below the second")
-        _check(law, name, (low, high), message)
+    for name, (low, high) in restrictions.bounds.items():
+        _check(law, name, (low, high), f"{name} in [{low:g}, {high:g}]")
         limits[name] = (low, high)
-    if fixed and {*fixed} == {*law.coefficients}:
+    if {*restrictions.fixed} == {*law.coefficients}:
         raise ValueError(f"{law.name}: all coefficients are fixed: nothing to fit")
     logged = {c.name for c in law.coordinates if c.log}
     return {

@@ -81,6 +81,8 @@ class FitResult(NamedTuple):
       forecast_variance: variance of the log error of runs with more compute than the
         fitted ones, in addition to `noise`: a constant, and the growth with every
         factor e of compute; see `forecasts`.
+      optimum: the optimum in the coordinates of the fitted form of the law
+        (`restrictions.restrict_law`), from which resamples start; not in a file.
     """
 
     law: str
@@ -113,6 +115,7 @@ class FitResult(NamedTuple):
     fixed: Mapping[str, float] = MappingProxyType({})
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})
     forecast_variance: tuple[float, float] = (0.0, 0.0)
+    optimum: Float[np.ndarray, " k"] | None = None
 
     @property
     def num_free(self) -> int:
@@ -144,6 +147,7 @@ def to_json(result: FitResult) -> dict[str, Any]:
         residuals=_select_rows(result.residuals, _MAX_RESIDUALS),
         noise=_select_rows(result.noise, _MAX_RESIDUALS),
     )._asdict()
+    del fields["optimum"]
     if result.held_out is not None:
         fields["held_out"] = result.held_out._asdict()
     return {"schema": SCHEMA} | _plain(fields)
@@ -163,6 +167,7 @@ def from_json(document: Any) -> FitResult:
         if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
             raise ValueError(f"its schema must be {SCHEMA}")
         fields = FitResult._field_defaults | fields
+        fields["optimum"] = None
         fields = {name: fields[name] for name in FitResult._fields}
         for name, (is_so, what) in _FIELD_KINDS.items():
             if not is_so(fields[name]):

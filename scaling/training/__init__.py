@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from scaling.training.objectives import (
         NEXT_TOKEN,
         MultiTokenPrediction,
-        Objective,
         StreamScore,
+        TrainingObjective,
         score_documents,
         score_stream,
         stream_windows,

@@ -31,7 +31,7 @@ from scaling.training import architectures, objectives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Consistency(objectives.Objective):
+class Consistency(objectives.TrainingObjective):
     """Training objective of consistency, for `train` with a stream of records."""
 
     prompt_tokens: int = 64

@@ -24,7 +24,7 @@ from scaling.training import architectures, transformer_rows
 
 
 @runtime_checkable
-class Objective(Protocol):
+class TrainingObjective(Protocol):
     """A training objective: hashable, and equal if it computes the same."""
 
     def __hash__(self) -> int:
@@ -174,7 +174,7 @@ def divided_nats(
 
 
 @dataclasses.dataclass(frozen=True)
-class NextToken(Objective):
+class NextToken(TrainingObjective):
     """Next-token loss: the nats of each token given those before it."""
 
     @property
@@ -202,7 +202,7 @@ NEXT_TOKEN = NextToken()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MultiTokenPrediction(Objective):
+class MultiTokenPrediction(TrainingObjective):
     """Next-token loss, and the losses of the modules for multi-token prediction (MTP).
 
     The modules are those of `ModelConfig.num_ahead_layers`; module k predicts token i +

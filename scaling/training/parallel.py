@@ -36,7 +36,7 @@ type Gradient = Callable[
 def divided_gradient(
     model: Architecture,
     how: StepConfig,
-    objective: objectives.Objective = objectives.NEXT_TOKEN,
+    objective: objectives.TrainingObjective = objectives.NEXT_TOKEN,
 ) -> Gradient:
     """Returns a function for the mean nats of windows and the gradient.
 
@@ -127,7 +127,7 @@ def _summed(
 
 
 def _mean(
-    objective: objectives.Objective,
+    objective: objectives.TrainingObjective,
     model: Architecture,
     how: StepConfig,
     params: Params,

@@ -78,7 +78,7 @@ def compiled_steps(
     batch_size: int,
     seq_len: int,
     how: StepConfig = PLAIN_STEP,
-    objective: objectives.Objective = objectives.NEXT_TOKEN,
+    objective: objectives.TrainingObjective = objectives.NEXT_TOKEN,
 ) -> Any:
     """Returns the compiled program of training steps, cached by its arguments.
 

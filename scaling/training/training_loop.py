@@ -81,7 +81,7 @@ def train(
     out: Path,
     *,
     start: Path | None = None,
-    objective: objectives.Objective = objectives.NEXT_TOKEN,
+    objective: objectives.TrainingObjective = objectives.NEXT_TOKEN,
     progress: Progress = QUIET,
     resume: Literal["last", "previous"] = "last",
 ) -> TrainResult:
@@ -161,7 +161,7 @@ def train_in_memory(
     corpus: Corpus,
     *,
     start: TrainState | None = None,
-    objective: objectives.Objective = objectives.NEXT_TOKEN,
+    objective: objectives.TrainingObjective = objectives.NEXT_TOKEN,
     progress: Progress = QUIET,
 ) -> TrainResult:
     """Trains a model in memory.
@@ -209,7 +209,7 @@ class _Run:
         corpus: Corpus,
         state: TrainState,
         first_step: int,
-        objective: objectives.Objective,
+        objective: objectives.TrainingObjective,
         progress: Progress,
     ):
         if corpus.vocab_size > config.model.vocab_size:

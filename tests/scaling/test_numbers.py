@@ -251,13 +251,16 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         },
         "fits.describe_thinning": {"num_rows": 5000},
         "fits.f_test_p_value": {"ratio": 2.0, "freedom": 4, "freedom_below": 20},
+        "fits.bootstrap": {
+            "result": result,
+            "data": data,
+            "num_resamples": 2,
+            "seed": 0,
+        },
         "fits.fit": {
             "law": laws.CHINCHILLA,
             "data": data,
-            "delta": 1e-3,
-            "bootstrap": 2,
             "level": 0.9,
-            "seed": 0,
         },
         "fits.make_observations": {
             "law": laws.CHINCHILLA,

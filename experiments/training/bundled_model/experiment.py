@@ -37,8 +37,8 @@ from scaling.corpora import (
 from scaling.training import (
     NEXT_TOKEN,
     MultiTokenPrediction,
-    Objective,
     TrainConfig,
+    TrainingObjective,
     score_documents,
     serving_config,
 )
@@ -78,7 +78,7 @@ class Config:
         return self.trunk.corpus
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> TrainingObjective:
         """Training objective: that of the model's modules for multi-token prediction.
 
         Without modules it is the next-token loss.

@@ -16,9 +16,9 @@ from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, Corpus, CorpusConfig
 from scaling.training import (
     NEXT_TOKEN,
     MultiTokenPrediction,
-    Objective,
     StreamScore,
     TrainConfig,
+    TrainingObjective,
     TrainResult,
     score_stream,
     serving_config,
@@ -271,7 +271,7 @@ def train_block_model(
       ValueError: the run diverged.
     """
     model = serving_config(config.model)
-    objective: Objective = NEXT_TOKEN
+    objective: TrainingObjective = NEXT_TOKEN
     if model.num_ahead_layers:
         objective = MultiTokenPrediction()
     how: Any = {"objective": objective, "progress": progress}

@@ -55,7 +55,7 @@ from jaxkv.report import (
     format_percent,
     format_seconds,
 )
-from scaling.fits import compare, predict
+from scaling.fits import Objective, bootstrap, compare, predict
 from scaling.fits import fit as fit_law
 from scaling.laws import find_law
 from scaling.sweeps import Workers, open_on_device
@@ -230,7 +230,8 @@ def fit_both(fitted: PairRuns, num_resamples: int) -> dict[str, np.ndarray]:
         fits = []
         for i, subset in enumerate(used.where(kind=kind) for kind in PAIR):
             data = {"flops": subset.flops, "loss": subset.loss}
-            one = fit_law(law, data, loss="mse", bootstrap=num_resamples)
+            one = fit_law(law, data, objective=Objective("mse"))
+            one = bootstrap(one, data, num_resamples=num_resamples)
             curves[i] = np.stack(predict(one, {"flops": grid}, "confidence"), 1)
             low, high = one.intervals["b"]
             slopes[i] = (-one.coefficients["b"], -high, -low)

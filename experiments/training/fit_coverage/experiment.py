@@ -111,7 +111,12 @@ def _fit(
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Returns coverage and width by quantity, and True if the fit has warnings."""
     data, truth = simulate_runs(kind, size, seed=seed, noise=noise)
-    result = fits.fit(CHINCHILLA, data, bootstrap=config.num_resamples, seed=seed)
+    result = fits.bootstrap(
+        fits.fit(CHINCHILLA, data),
+        data,
+        num_resamples=config.num_resamples,
+        seed=seed,
+    )
     flops = 10 * 6 * np.max(data["num_params"] * data["num_tokens"])
     params = 0.1 * flops**0.5
     tokens = flops / (6 * params)

@@ -56,8 +56,9 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
             larger = flops > math.sqrt(rising[-cut] * rising[-cut - 1])
             with contextlib.suppress(ValueError):  # too few runs remain
                 law = find_law(name)
-                fit = fits.fit(law, log.columns, held_out=larger)
-                errors.append(fit.held_out.mean_error if fit.held_out else math.nan)
+                fit = fits.fit(law, log.take(~larger).columns)
+                held_out = fits.score(fit, log.take(larger).columns).held_out
+                errors.append(held_out.mean_error if held_out else math.nan)
         error_by_law[name] = float(np.mean(errors)) if errors else math.inf
     return dict(sorted(error_by_law.items(), key=lambda item: item[1]))
 

@@ -19,9 +19,8 @@ from jaxkv import report
 from jaxkv.plotting import draw_curve, sequential_colors, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ResultRecord, column
-from scaling import corpora
+from scaling import corpora, fits
 from scaling.corpora import LanguageConfig, optimal_loss, zipf_probabilities
-from scaling.fits import fit as fit_law
 from scaling.laws import find_law
 
 PANELS = (2, 1)
@@ -158,7 +157,7 @@ def score_counting(
     excess = np.array(means)
     law = find_law("power")
     data = {"num_tokens": tokens, "loss": excess}
-    power = fit_law(law.over("num_tokens"), data, loss="mse")
+    power = fits.fit(law.over("num_tokens"), data, objective=fits.Objective("mse"))
     low, high = power.intervals["b"]
     return CountingExcess(
         num_tokens=tokens,
@@ -183,7 +182,8 @@ def fit_runs(
         )
     names = ("num_params", "num_tokens", "loss")
     data = {name: getattr(runs, name)[chosen] for name in names}
-    fit = fit_law(find_law("chinchilla"), data, bootstrap=num_resamples)
+    fit = fits.fit(find_law("chinchilla"), data)
+    fit = fits.bootstrap(fit, data, num_resamples=num_resamples)
     ends: list[float] = []
     for name in ("E", "alpha", "beta"):
         ends += [fit.coefficients[name], *fit.intervals[name]]

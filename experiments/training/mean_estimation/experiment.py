@@ -79,8 +79,10 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         return Result(sizes, error, *[np.nan] * 4)
     data = {"num_samples": sizes, "loss": error}
     law = find_law("power").over("num_samples")
-    power = fits.fit(law, data, loss="mse", bootstrap=config.num_resamples)
-    law = fits.fit(find_law("mean-estimation"), data, loss="mse")
+    squares = fits.Objective("mse")
+    power = fits.fit(law, data, objective=squares)
+    power = fits.bootstrap(power, data, num_resamples=config.num_resamples)
+    law = fits.fit(find_law("mean-estimation"), data, objective=squares)
     low, high = power.intervals["b"]
     slope = -power.coefficients["b"]
     return Result(sizes, error, slope, -high, -low, law.coefficients["sigma_squared"])

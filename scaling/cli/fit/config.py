@@ -80,6 +80,8 @@ class FitConfig:
         if not self.laws:
             raise ValueError(f"law={self.law!r} must name a law")
         validation.at_least(self, "bootstrap", low=0)
+        if self.bootstrap == 1:
+            raise ValueError("bootstrap=1 must be 0 or at least 2 resamples")
         validation.within(self, "level", low=0, high=1, ends="()")
         validation.within(self, "tolerance", low=0, high=1, ends="[)")
         validation.at_least(self, "smoothing", low=0)

@@ -9,9 +9,12 @@ from jaxkv.progress import Progress
 from scaling.cli.fit.config import FitConfig
 from scaling.fits import (
     FitResult,
+    Objective,
+    Restrictions,
+    bootstrap,
     held_out_warnings,
     run_flops,
-    score_held_out,
+    score,
 )
 from scaling.fits import fit as fit_law
 from scaling.frontiers import FrontierSet, find_frontiers
@@ -134,27 +137,30 @@ def _fit_law(
     Without held-out rows, a fit to the small runs is scored on the larger ones.
     """
     options: dict[str, Any] = {
-        "loss": config.loss_kind,
-        "delta": config.delta,
-        "space": config.space,
+        "objective": Objective(config.loss_kind, config.delta, config.space),
+        "restrictions": Restrictions(config.fixed, config.bounds),
         "level": config.level,
-        "seed": config.seed,
-        "cluster": fit_log.labels(),  # runs are resampled, not rows
-        "fixed": config.fixed,
-        "bounds": config.bounds,
     }
-    fit = _resampled(law, fit_log, config.bootstrap, options, progress)
+    fit = _resampled(config, law, fit_log, options, progress)
     if held_out_log.runs:
-        return score_held_out(fit, held_out_log.columns)
+        return score(fit, held_out_log.columns)
     flops = run_flops(law, fit_log.columns)
     is_large = flops > ROLLOUT * flops.max()
     if (~is_large).sum() <= len(law.coefficients) - len(config.fix):
         return fit
-    options["bootstrap"] = 0 if progress.stopped else ROLLOUT_RESAMPLES
-    options["bootstrap"] = min(config.bootstrap, options["bootstrap"])
+    small_log = fit_log.take(~is_large)
+    num_resamples = 0 if progress.stopped else min(config.bootstrap, ROLLOUT_RESAMPLES)
     try:
-        options["held_out"] = is_large
-        held_out = fit_law(law, fit_log.columns, **options).held_out
+        rollout = fit_law(law, small_log.columns, cluster=small_log.labels(), **options)
+        if num_resamples:
+            rollout = bootstrap(
+                rollout,
+                small_log.columns,
+                num_resamples=num_resamples,
+                seed=config.seed,
+                cluster=small_log.labels(),
+            )
+        held_out = score(rollout, fit_log.take(is_large).columns).held_out
     except ValueError:  # such as a single size among the small runs
         return fit
     assert held_out is not None
@@ -163,25 +169,36 @@ def _fit_law(
 
 
 def _resampled(
-    law: Law, log: Log, resamples: int, options: dict[str, Any], progress: Progress
+    config: FitConfig,
+    law: Law,
+    log: Log,
+    options: dict[str, Any],
+    progress: Progress,
 ) -> FitResult:
     """Fits a law with bootstrap intervals, or without them after an interrupt."""
-    if not resamples:
-        return fit_law(law, log.columns, **options)
-    update = progress.bar(law.name, resamples, "resamples")
+    columns = log.columns
+    labels = log.labels()  # runs are resampled, not rows
+    if not config.bootstrap:
+        return fit_law(law, columns, cluster=labels, **options)
+    update = progress.bar(law.name, config.bootstrap, "resamples")
 
     def report(done: float) -> None:
         update(done)
         if progress.stopped:
             raise _Stopped
 
+    fit = fit_law(law, columns, cluster=labels, **options)
     if not progress.stopped:
         try:
-            return fit_law(
-                law, log.columns, bootstrap=resamples, progress=report, **options
+            return bootstrap(
+                fit,
+                columns,
+                num_resamples=config.bootstrap,
+                seed=config.seed,
+                cluster=labels,
+                progress=report,
             )
         except _Stopped:
             pass
     warning = "interrupted before its resamples: intervals are from the curvature"
-    first = fit_law(law, log.columns, **options)
-    return first._replace(warnings=[*first.warnings, warning])
+    return fit._replace(warnings=[*fit.warnings, warning])

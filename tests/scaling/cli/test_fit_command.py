@@ -15,6 +15,7 @@ from scaling.cli import FitConfig
 from scaling.cli.fit import drawing, fitting, grids, report
 from scaling.cli.fit.report import metrics, summary
 from scaling.fits import (
+    Objective,
     describe_thinning,
     from_json,
     levenberg_marquardt,
@@ -303,7 +304,8 @@ def test_the_objective_contour_has_its_minimum_at_the_fit(sweep: Path) -> None:
     np.testing.assert_allclose(contour[0, 1], fit.objective, rtol=1e-8)
     assert (np.delete(contour.ravel(), 1) > 1.5 * fit.objective).all()
     # With the exponents held, least squares of the loss is linear in E, A and B.
-    squares = fit_law(CHINCHILLA, log.columns, loss="mse", space="linear")
+    objective = Objective("mse", space="linear")
+    squares = fit_law(CHINCHILLA, log.columns, objective=objective)
     n, d, losses = (log.columns[c] for c in ("num_params", "num_tokens", "loss"))
     design = np.stack([np.ones_like(n), n ** -x[0], d ** -y[1]], 1)
     left = losses - design @ np.linalg.lstsq(design, losses)[0]
@@ -425,6 +427,7 @@ def test_a_doubtful_surface_gives_no_correction(tmp_path: Path) -> None:
         ("log.csv --ignore row==2", "2 points are too few for the 5 coefficients"),
         ("log.csv --law kaplan-n --ignore row==2", "num_params is the same in all 2"),
         ("log.csv --bootstrap -1", "jaxkv: bootstrap=-1 must be at least 0"),
+        ("log.csv --bootstrap 1", "jaxkv: bootstrap=1 must be 0 or at least 2"),
         ("log.csv --loss-kindd mse", "did you mean --loss-kind?"),
         ("log.csv --level 2", "jaxkv: level=2.0 must be in (0, 1)"),
         ("log.csv --law power-floor --ignore row==1", "2 points are too few for the 3"),

@@ -32,7 +32,8 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "flops": flops,
         "loss": loss * np.exp(rng.normal(0, 0.003, 40)),
     }
-    fit_result = fits.fit(CHINCHILLA, data, bootstrap=60)
+    fit_result = fits.fit(CHINCHILLA, data)
+    fit_result = fits.bootstrap(fit_result, data, num_resamples=60)
     document = to_json(fit_result) | {"count": "non-embedding", "others": []}
     folder = tmp_path_factory.mktemp("fit")
     (folder / "fit.json").write_text(json.dumps(document))

@@ -1,5 +1,6 @@
 """Fits reach known optima, warn of doubtful data, and refuse invalid data."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scaling import laws
+from scaling import fits, laws
 from scaling.fits import (
     choose_pair,
     fitting,
@@ -19,6 +20,7 @@ from scaling.fits import (
     prediction,
     profile_objective,
 )
+from scaling.fits.fitting import Objective, Restrictions
 from scaling.fits.result import HeldOut
 from scaling.laws import CONSTANTS, optimal_exponents, synthetic
 from tests.support.refusals import refused
@@ -37,7 +39,17 @@ def runs() -> dict:
 
 @pytest.fixture(scope="module")
 def result(runs: dict) -> fitting.FitResult:
-    return fitting.fit(CHINCHILLA, runs, bootstrap=4000)
+    return resample(runs, 4000)
+
+
+def resample(
+    data: dict[str, Any], num_resamples: int, cluster: Any = None, **options: Any
+) -> fitting.FitResult:
+    """Fits the law with options, and then its resamples."""
+    fit_result = fitting.fit(CHINCHILLA, data, cluster=cluster, **options)
+    return fitting.bootstrap(
+        fit_result, data, num_resamples=num_resamples, cluster=cluster
+    )
 
 
 def test_the_public_surface(runs: dict, result: fitting.FitResult) -> None:
@@ -58,11 +70,11 @@ def test_the_public_surface(runs: dict, result: fitting.FitResult) -> None:
 
 
 def test_the_public_surface_near_least_absolute_deviations(runs: dict) -> None:
-    near = fitting.fit(CHINCHILLA, runs, delta=1e-6)
+    near = fitting.fit(CHINCHILLA, runs, objective=Objective(delta=1e-6))
     assert abs(near.objective - 1.33680897724e-6) < 1e-15
     assert abs(near.coefficients["A"] / 418.76 - 1) < 1e-3
     assert abs(near.coefficients["E"] - 1.79535) < 1e-5
-    at = fitting.fit(CHINCHILLA, runs, loss="lad")
+    at = fitting.fit(CHINCHILLA, runs, objective=Objective("lad"))
     assert at.objective == pytest.approx(np.abs(at.residuals).sum(), rel=1e-7)
     assert at.objective <= np.abs(near.residuals).sum()
 
@@ -138,10 +150,17 @@ def test_many_points_are_fitted_in_smaller_pieces(
 ) -> None:
     reports: list[float] = []
     subset = {name: column[:32] for name, column in runs.items()}
-    full_fit = fitting.fit(CHINCHILLA, subset, bootstrap=130, progress=reports.append)
+    fit_result = fitting.fit(CHINCHILLA, subset)
+
+    def bootstrap() -> fitting.FitResult:
+        return fitting.bootstrap(
+            fit_result, subset, num_resamples=130, progress=reports.append
+        )
+
+    full_fit = bootstrap()
     assert reports == [130]
     monkeypatch.setattr(levenberg_marquardt, "_MAX_WEIGHTS", 64 * 32)
-    parts = fitting.fit(CHINCHILLA, subset, bootstrap=130, progress=reports.append)
+    parts = bootstrap()
     assert reports == [130, 64, 128, 130]
     assert full_fit.samples is not None
     assert parts.samples is not None
@@ -159,9 +178,9 @@ def test_very_many_rows_are_fitted_whole_without_resamples(
 ) -> None:
     resampled_fit = result
     if loss != "huber":
-        resampled_fit = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+        resampled_fit = resample(runs, 1000, objective=Objective(loss))
     monkeypatch.setattr(levenberg_marquardt, "MAX_EXACT_ROWS", 200)
-    full_fit = fitting.fit(CHINCHILLA, runs, loss=loss, bootstrap=1000)
+    full_fit = resample(runs, 1000, objective=Objective(loss))
     assert fitting.describe_thinning(200) == ""
     assert "240 rows: laws are fitted to all of them," in fitting.describe_thinning(240)
     assert full_fit.objective == pytest.approx(resampled_fit.objective, abs=1e-10)
@@ -187,7 +206,7 @@ def test_rows_of_one_run_move_together_in_draws_too(runs: dict) -> None:
 
 def _parameter_spread(rows: dict, cluster: np.ndarray) -> np.ndarray:
     observations = make_observations(CHINCHILLA, rows, cluster=cluster)
-    problem = levenberg_marquardt.FitProblem(CHINCHILLA, observations, "mse")
+    problem = levenberg_marquardt.FitProblem(CHINCHILLA, observations, Objective("mse"))
     truth = np.array([[synthetic.COEFFICIENTS[x] for x in CHINCHILLA.coefficients]])
     at = laws.coordinates(CHINCHILLA, truth, observations.centre)[0]
     return intervals.draw_normal(problem, at, 4000, np.random.default_rng(0)).std(0)
@@ -201,7 +220,8 @@ def test_predictions_of_many_points_come_in_pieces(
     parts = fitting.predict(result, runs, "confidence")
     np.testing.assert_array_equal(parts, full_predictions)
     monkeypatch.setattr(prediction, "MAX_SCORED", 100)
-    few = fitting.score_fit(result, runs)
+    few = fitting.score(result, runs).held_out
+    assert few is not None
     assert few.num_points == 240
     assert few.covered is not None
     assert few.covered == round(few.covered, 2) > 0.8  # of 100
@@ -231,14 +251,12 @@ def test_weights_are_repetitions(runs: dict) -> None:
 @pytest.mark.thorough
 def test_rows_of_one_run_are_drawn_together(runs: dict) -> None:
     rows = {name: column[:48] for name, column in runs.items()}
-    alone = fitting.fit(CHINCHILLA, rows, bootstrap=200)
+    alone = resample(rows, 200)
     # Four near copies of every run: four times the rows, no more information.
     copies = {name: np.tile(column, 4) for name, column in rows.items()}
     copies["loss"] = copies["loss"] * np.repeat([1, 1 + 1e-9, 1 - 1e-9, 1 + 2e-9], 48)
-    together = fitting.fit(
-        CHINCHILLA, copies, bootstrap=200, cluster=np.tile(np.arange(48), 4)
-    )
-    apart = fitting.fit(CHINCHILLA, copies, bootstrap=200)
+    together = resample(copies, 200, cluster=np.tile(np.arange(48), 4))
+    apart = resample(copies, 200)
 
     def width(fit_result: fitting.FitResult) -> float:
         low, high = fit_result.exponent_intervals["a"]
@@ -259,7 +277,7 @@ def test_a_coefficient_that_is_given_is_not_fitted(
     runs: dict, result: fitting.FitResult
 ) -> None:
     fixed = {"E": 1.7, "alpha": 0.34}
-    held = fitting.fit(CHINCHILLA, runs, fixed=fixed, bootstrap=100)
+    held = resample(runs, 100, restrictions=Restrictions(fixed))
     assert {name: held.coefficients[name] for name in fixed} == fixed
     assert held.intervals["E"] == (1.7, 1.7)
     assert (held.num_free, held.status, held.bounds_hit) == (3, "converged", [])
@@ -273,8 +291,10 @@ def test_a_coefficient_that_is_given_is_not_fitted(
     np.testing.assert_allclose(held.objective, at[0, 0], rtol=1e-6)
     # Fixing a coefficient narrows the other intervals; least squares gain a degree of
     # freedom.
-    free = fitting.fit(CHINCHILLA, runs, loss="mse")
-    fixed_fit = fitting.fit(CHINCHILLA, runs, loss="mse", fixed={"E": 1.8})
+    squares = Objective("mse")
+    free = fitting.fit(CHINCHILLA, runs, objective=squares)
+    floor = Restrictions({"E": 1.8})
+    fixed_fit = fitting.fit(CHINCHILLA, runs, objective=squares, restrictions=floor)
     assert fixed_fit.noise.std() < free.noise.std()
     for name in ("A", "B", "alpha", "beta"):
         assert np.ptp(fixed_fit.intervals[name]) < np.ptp(free.intervals[name])
@@ -286,13 +306,15 @@ def test_a_coefficient_that_is_given_is_not_fitted(
 
 
 def test_bounds_are_kept_and_reported(runs: dict, result: fitting.FitResult) -> None:
-    held = fitting.fit(CHINCHILLA, runs, bounds={"E": (1.9, np.inf)})
+    bounded = Restrictions(bounds={"E": (1.9, np.inf)})
+    held = fitting.fit(CHINCHILLA, runs, restrictions=bounded)
     assert held.coefficients["E"] == pytest.approx(1.9, rel=1e-12)
     assert (held.status, held.bounds_hit) == ("bound_hit", ["E"])
     assert "E=1.9 is at the bound that was set" in held.warnings[0]
     stored_fit = fitting.from_json(json.dumps(fitting.to_json(held)))
     assert stored_fit.bounds == {"E": (1.9, np.inf)}
-    wide = fitting.fit(CHINCHILLA, runs, bounds={"alpha": (0.1, 0.9)})
+    bounded = Restrictions(bounds={"alpha": (0.1, 0.9)})
+    wide = fitting.fit(CHINCHILLA, runs, restrictions=bounded)
     assert wide.coefficients == pytest.approx(result.coefficients, rel=1e-7)
     assert not wide.warnings
 
@@ -304,18 +326,20 @@ def test_a_size_is_given_in_natural_units(
     # Its coordinate contains the exponent: fitting must not confuse the two.
     for name in ("A", "B"):
         fixed = {name: result.coefficients[name]}
-        held = fitting.fit(CHINCHILLA, runs, fixed=fixed)
+        held = fitting.fit(CHINCHILLA, runs, restrictions=Restrictions(fixed))
         assert held.objective == pytest.approx(result.objective, rel=1e-10)
         assert held.coefficients == pytest.approx(result.coefficients, rel=1e-6)
-    away = fitting.fit(CHINCHILLA, runs, fixed={"A": 500.0}, bootstrap=100)
+    away = resample(runs, 100, restrictions=Restrictions({"A": 500.0}))
     assert away.intervals["A"] == (500.0, 500.0)
     np.testing.assert_allclose(away.sampled()[:, 0], 500, rtol=1e-9)
     for share in (0.999, 1.001):
         other = {"A": 500.0, "alpha": share * away.coefficients["alpha"]}
-        assert fitting.fit(CHINCHILLA, runs, fixed=other).objective > away.objective
+        further = fitting.fit(CHINCHILLA, runs, restrictions=Restrictions(other))
+        assert further.objective > away.objective
     again = fitting.predict(fitting.from_json(fitting.to_json(away)), runs)[0]
     np.testing.assert_allclose(np.log(again / runs["loss"]), away.residuals, atol=1e-9)
-    bound = fitting.fit(CHINCHILLA, runs, bounds={"A": (500.0, 1000.0)})
+    bounded = Restrictions(bounds={"A": (500.0, 1000.0)})
+    bound = fitting.fit(CHINCHILLA, runs, restrictions=bounded)
     assert bound.coefficients == pytest.approx(away.coefficients, rel=1e-6)
     assert bound.bounds_hit == ["A"]
 
@@ -323,7 +347,9 @@ def test_a_size_is_given_in_natural_units(
 def test_held_out_runs_are_scored(runs: dict) -> None:
     flops = 6 * runs["num_params"] * runs["num_tokens"]
     is_large = flops > flops.max() / 10
-    fit_result = fitting.fit(CHINCHILLA, runs, bootstrap=200, held_out=is_large)
+    small = {name: column[~is_large] for name, column in runs.items()}
+    large = {name: column[is_large] for name, column in runs.items()}
+    fit_result = fitting.score(resample(small, 200), large)
     held_out = fit_result.held_out
     assert held_out is not None
     assert fit_result.num_points + held_out.num_points == 240
@@ -332,8 +358,11 @@ def test_held_out_runs_are_scored(runs: dict) -> None:
     assert held_out.mean_error < 0.01
     assert held_out.covered is not None
     assert held_out.covered > 0.8
-    with pytest.raises(ValueError, match="held_out has no row"):
-        fitting.fit(CHINCHILLA, runs, held_out=np.zeros(240, bool))
+    with refused("data has no row: at least one run must be scored"):
+        fitting.score(fit_result, {name: column[:0] for name, column in runs.items()})
+    # Other intervals need another score.
+    again = fitting.bootstrap(fit_result, small, num_resamples=2)
+    assert again.held_out is None
 
 
 def spoilt(**columns: object) -> dict:
@@ -378,30 +407,170 @@ def test_bad_data_is_refused(data: dict, reason: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"delta": 0.0}, "delta=0.0 must be positive"),
-        ({"bootstrap": 1}, "bootstrap=1 must be"),
         ({"level": 1.0}, "level=1.0 must be"),
         ({"weights": np.zeros(30)}, "not all 0"),
-        (
-            {"held_out": "flops > 1e9"},
-            r"held_out must be a mask of rows, such as log\.",
-        ),
         ({"cluster": np.zeros(9)}, "9 cluster labels for 30 rows"),
         ({"starts": [{"A": 1.0}]}, "a start needs A, B, E, alpha, beta"),
+        ({"objective": "mse"}, "objective='mse' must be a Objective"),
+        ({"restrictions": {"E": 1.0}}, "must be a Restrictions"),
+    ],
+)
+def test_bad_options_are_refused(options: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        fitting.fit(CHINCHILLA, spoilt(), **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
         ({"fixed": {"gamma": 1.0}}, "gamma=1: chinchilla has no such coefficient; it"),
         ({"fixed": {"E": 0.0}}, "E=0: must be above 0"),
         ({"fixed": {"E": np.nan}}, "E=nan: must be finite"),
         ({"fixed": {"alpha": 3.0}}, r"alpha=3: must be in \[0.001, 2\]"),
         ({"fixed": dict.fromkeys(CHINCHILLA.coefficients, 1.0)}, "nothing to fit"),
+        ({"fixed": None}, "fixed=None must be a Mapping"),
         ({"bounds": {"E": (2.0, 1.0)}}, r"E in \[2, 1\]: the first must be below"),
         ({"bounds": {"E": (-1.0, 1.0)}}, r"E in \[-1, 1\]: must be above 0"),
         ({"bounds": {"beta": (0.1, 9.0)}}, r"beta in \[0.1, 9\]: must be in \[0.001"),
         ({"fixed": {"E": 1.0}, "bounds": {"E": (1.0, 2.0)}}, "it is fixed"),
     ],
 )
-def test_bad_options_are_refused(options: dict, reason: str) -> None:
+def test_bad_restrictions_are_refused(fields: dict, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        fitting.fit(CHINCHILLA, spoilt(), **options)
+        fitting.fit(CHINCHILLA, spoilt(), restrictions=Restrictions(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"delta": 0.0}, "delta=0.0 must be positive, at least 1e-12; see loss='lad'"),
+        ({"delta": np.inf}, r"delta=inf must be in \(-inf, inf\)"),
+        ({"delta": "5"}, "delta='5' must be a number"),
+        ({"loss": "l2"}, "loss='l2' must be 'huber', 'lad' or 'mse'"),
+        ({"space": None}, "space=None must be 'log' or 'linear'"),
+    ],
+)
+def test_bad_objectives_are_refused(fields: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Objective(**fields)
+
+
+def test_objectives_and_restrictions_do_not_change() -> None:
+    assert Objective(delta=1).delta == 1.0
+    assert hash(Objective("mse")) == hash(Objective("mse"))
+    fixed = {"E": 1.8}
+    restrictions = Restrictions(fixed)
+    fixed["E"] = 2.0
+    assert restrictions == Restrictions({"E": 1.8})
+    with pytest.raises(TypeError):
+        restrictions.fixed["E"] = 2.0  # ty: ignore[invalid-assignment]
+
+
+def test_resamples_of_other_data_are_refused(runs: dict) -> None:
+    subset = {name: column[:30] for name, column in runs.items()}
+    fit_result = fitting.fit(CHINCHILLA, subset)
+    for other in (runs, {name: column[30:60] for name, column in runs.items()}):
+        with refused("data and weights must be those of the fit"):
+            fitting.bootstrap(fit_result, other, num_resamples=2)
+    with refused("data and weights must be those of the fit"):
+        fitting.bootstrap(
+            fit_result, subset, num_resamples=2, weights=1 + np.arange(30) % 2
+        )
+    with refused("num_resamples=1 must be at least 2"):
+        fitting.bootstrap(fit_result, subset, num_resamples=1)
+
+
+def test_a_fit_from_a_file_is_resampled(runs: dict) -> None:
+    subset = {name: column[:60] for name, column in runs.items()}
+    size = Restrictions({"A": 500.0})
+    fit_result = fitting.fit(CHINCHILLA, subset, restrictions=size)
+    again = fitting.from_json(json.dumps(fitting.to_json(fit_result)))
+    assert again.optimum is None
+    first, second = (
+        fitting.bootstrap(x, subset, num_resamples=20, seed=3)
+        for x in (fit_result, again)
+    )
+    np.testing.assert_allclose(first.sampled(), second.sampled(), rtol=1e-9)
+    assert first.intervals["A"] == second.intervals["A"] == (500.0, 500.0)
+    # A law that is not published is passed again.
+    own_law = dataclasses.replace(CHINCHILLA, name="unpublished")
+    fit_result = fitting.fit(own_law, subset, restrictions=size)
+    with pytest.raises(ValueError, match="no law 'unpublished'"):
+        fitting.bootstrap(fit_result, subset, num_resamples=20)
+    third = fitting.bootstrap(fit_result, subset, num_resamples=20, seed=3, law=own_law)
+    assert third.samples is not None
+    np.testing.assert_array_equal(third.samples, first.samples)
+
+
+@pytest.mark.parametrize(
+    ("former", "call"),
+    [
+        (
+            {"bootstrap": 0},
+            "fit(bootstrap=) is now fits.fit(law, runs, weights=weights)",
+        ),
+        (
+            {"loss": "mse", "fixed": {"E": 1.8}, "bounds": None},
+            "fit(loss=, fixed=, bounds=) is now fits.fit(law, runs, "
+            "weights=weights, objective=fits.Objective(loss='mse'), "
+            "restrictions=fits.Restrictions(fixed={'E': 1.8}))",
+        ),
+        (
+            {"held_out": np.arange(60) > 49, "bootstrap": 20, "seed": 3},
+            "fit(held_out=, bootstrap=, seed=) is now fits.score(fits.bootstrap("
+            "fits.fit(law, runs, weights=weights), runs, num_resamples=20, seed=3, "
+            "weights=weights), held_out_runs)",
+        ),
+    ],
+)
+def test_former_keywords_are_translated(runs: dict, former: dict, call: str) -> None:
+    subset = {name: column[:60] for name, column in runs.items()}
+    weights = np.linspace(1.0, 2.0, 60)
+    with pytest.warns(DeprecationWarning, match="is now") as messages:
+        fit_result = fitting.fit(CHINCHILLA, subset, weights=weights, **former)
+    [message] = messages
+    assert str(message.message) == call
+    assert message.filename == __file__
+    mask = former.get("held_out", np.zeros(60, bool))
+    small, large = (
+        {name: column[rows] for name, column in subset.items()}
+        for rows in (~mask, mask)
+    )
+    weights = weights[~mask]
+    new = fitting.fit(
+        CHINCHILLA,
+        small,
+        objective=Objective(former.get("loss", "huber")),
+        restrictions=Restrictions(former.get("fixed", {})),
+        weights=weights,
+    )
+    if former.get("bootstrap"):
+        new = fitting.bootstrap(new, small, num_resamples=20, seed=3, weights=weights)
+    if mask.any():
+        new = fitting.score(new, large)
+    assert json.dumps(fitting.to_json(fit_result)) == json.dumps(fitting.to_json(new))
+
+
+def test_a_former_name_of_score(runs: dict, result: fitting.FitResult) -> None:
+    with pytest.warns(DeprecationWarning, match=r"is now called fits\.score"):
+        fit_result = fits.score_held_out(result, runs)
+    assert fit_result.held_out == fitting.score(result, runs).held_out
+
+
+def test_former_keywords_are_checked(runs: dict) -> None:
+    for mask, line in {
+        "flops > 1e9": "held_out must be a mask of rows, such as log.select(rule)",
+        (False,) * 240: "held_out has no row: at least one run must be scored",
+    }.items():
+        options: dict[str, Any] = {"held_out": mask}
+        with refused(line):
+            fitting.fit(CHINCHILLA, runs, **options)
+    options = {"bootstraps": 20}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bootstraps'"):
+        fitting.fit(CHINCHILLA, runs, **options)
+    options = {"loss": "mse", "objective": Objective("mse")}
+    with pytest.raises(TypeError, match=r"fit\(\) got both objective= and loss"):
+        fitting.fit(CHINCHILLA, runs, **options)
 
 
 def nearly_collinear(seed: int) -> dict[str, np.ndarray]:
@@ -482,10 +651,12 @@ def test_a_floor_above_every_loss_is_refused() -> None:
     largest_loss = f"{data['loss'].max():.6g}"
     line = f"E=6 must be in (0, {largest_loss}): it is above every loss"
     with refused(line):
-        fitting.fit(CHINCHILLA, data, fixed={"E": 6.0})
+        fitting.fit(CHINCHILLA, data, restrictions=Restrictions({"E": 6.0}))
     with refused(line):
-        fitting.fit(CHINCHILLA, data, bounds={"E": (6.0, 7.0)})
-    fit_result = fitting.fit(CHINCHILLA, data, fixed={"E": 3.5})
+        bounded = Restrictions(bounds={"E": (6.0, 7.0)})
+        fitting.fit(CHINCHILLA, data, restrictions=bounded)
+    floor = Restrictions({"E": 3.5})
+    fit_result = fitting.fit(CHINCHILLA, data, restrictions=floor)
     num_below = int((data["loss"] < 3.5).sum())
     assert (
         f"E=3.5 is given, and above {num_below} of 16 loss values"
@@ -495,7 +666,8 @@ def test_a_floor_above_every_loss_is_refused() -> None:
 
 def test_coefficients_at_walls_share_a_line() -> None:
     bounds = {"alpha": (0.5, 0.6), "beta": (0.5, 0.6)}
-    fit_result = fitting.fit(CHINCHILLA, sixteen_runs(), bounds=bounds)
+    restrictions = Restrictions(bounds=bounds)
+    fit_result = fitting.fit(CHINCHILLA, sixteen_runs(), restrictions=restrictions)
     assert fit_result.bounds_hit == ["alpha", "beta"]
     [line] = [x for x in fit_result.warnings if "at the bound" in x]
     assert line == (

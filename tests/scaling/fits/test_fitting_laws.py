@@ -5,11 +5,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from scaling.fits import fit as fit_law
 from scaling.fits import (
+    bootstrap,
     goodness,
     held_out_warnings,
 )
+from scaling.fits import fit as fit_law
 from scaling.fits.fitting import HeldOut, compare
 from scaling.laws import (
     CHINCHILLA,
@@ -49,7 +50,8 @@ def test_points_on_a_law(name: str) -> None:
 def test_ill_posed_runs_are_doubted(kind: str) -> None:
     # `fit_coverage` counts shares over many surfaces.
     data, _ = simulate_runs(kind, 32, seed=3)
-    assert fit_law(CHINCHILLA, data, bootstrap=100).warnings
+    fit_result = bootstrap(fit_law(CHINCHILLA, data), data, num_resamples=100)
+    assert fit_result.warnings
 
 
 @pytest.mark.thorough
@@ -71,7 +73,7 @@ def test_texts_of_warnings() -> None:
     (warning,) = fit_law(CHINCHILLA, data).warnings
     assert warning == "1 of 32 point is far off the law: outliers, or another law"
     data, _ = simulate_runs("floor near zero", 32, seed=0)
-    fit_result = fit_law(CHINCHILLA, data, bootstrap=100)
+    fit_result = bootstrap(fit_law(CHINCHILLA, data), data, num_resamples=100)
     assert any(warning.startswith("E") for warning in fit_result.warnings)
 
 
@@ -90,7 +92,9 @@ def test_compute_to_equal_loss() -> None:
     worse = {x: y.copy() for x, y in simulate_isoflop_runs(100, seed=1).items()}
     # The second needs three times the tokens for every loss.
     worse["num_tokens"] *= 3
-    fits = [fit_law(CHINCHILLA, x, bootstrap=100) for x in (better, worse)]
+    fits = [
+        bootstrap(fit_law(CHINCHILLA, x), x, num_resamples=100) for x in (better, worse)
+    ]
     comparison = compare(*fits, level=0.98)
     np.testing.assert_allclose(comparison.ratio, 3, rtol=0.1)
     assert np.all(

@@ -6,7 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scaling.fits import FitResult, fit, from_json, predict, score_held_out, to_json
+from scaling.fits import (
+    FitResult,
+    bootstrap,
+    fit,
+    from_json,
+    predict,
+    score,
+    to_json,
+)
 from scaling.laws import CHINCHILLA, find_law, simulate_isoflop_runs
 from tests.support.refusals import refused
 
@@ -39,17 +47,21 @@ def covered(result: FitResult, runs: dict[str, Any]) -> float:
     )
 
 
-@pytest.mark.parametrize("bootstrap", [0, 100])
-def test_intervals_cover_runs_beyond_a_law_that_lacks_a_curve(bootstrap: int) -> None:
+@pytest.mark.parametrize("num_resamples", [0, 100])
+def test_intervals_cover_runs_beyond_a_law_that_lacks_a_curve(
+    num_resamples: int,
+) -> None:
     small, large = split(curved_runs(0.02))
-    result = fit(CHINCHILLA, small, bootstrap=bootstrap)
+    result = fit(CHINCHILLA, small)
+    if num_resamples:
+        result = bootstrap(result, small, num_resamples=num_resamples)
     narrow = result._replace(forecast_variance=(0.0, 0.0))
     assert covered(narrow, large) < 0.7
     assert covered(result, large) > 0.9
-    if bootstrap:
-        score = score_held_out(result, large).held_out
-        assert score is not None
-        assert (score.covered or 0.0) > 0.9
+    if num_resamples:
+        held_out = score(result, large).held_out
+        assert held_out is not None
+        assert (held_out.covered or 0.0) > 0.9
     # Fitted runs, and the law's own value, have the intervals that they had.
     for kind, runs in (("prediction", small), ("confidence", large)):
         wide = predict(result, runs, kind)

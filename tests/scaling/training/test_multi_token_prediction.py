@@ -12,7 +12,7 @@ import pytest
 from jaxkv.models import Experts, ModelConfig, param_shapes
 from scaling.costs import Layout
 from scaling.training import (
-    Objective,
+    TrainingObjective,
     divided_gradient,
     gather_tree,
     place_training_tree,
@@ -146,4 +146,4 @@ def test_models_without_modules_are_refused() -> None:
         loss_of(params_of(MODEL), MODEL)
     with pytest.raises(ValueError, match="weight=-1"):
         MultiTokenPrediction(weight=-1.0)
-    assert isinstance(OBJECTIVE, Objective)
+    assert isinstance(OBJECTIVE, TrainingObjective)
