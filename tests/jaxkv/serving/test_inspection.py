@@ -44,7 +44,13 @@ def test_the_package_lists_its_names() -> None:
     }
     assert {x for x in packages if inspect.ismodule(getattr(jaxkv, x))} == packages
     page = str(jaxkv.__doc__)
-    assert not [x for x in jaxkv.__all__ if not re.search(rf"\b{x}\b", page)]
+    # The page lists each public name once, and no other name.
+    names = re.split("Public names by purpose:|Sub-packages have", page)[1]
+    words = re.findall(r"(?<!`)\b\w+", names)
+    assert {name: words.count(name) for name in jaxkv.__all__} == dict.fromkeys(
+        jaxkv.__all__, 1
+    )
+    assert {x for x in words if x != x.lower() or "_" in x} <= {*jaxkv.__all__}
     assert page.splitlines()[0] in pydoc.render_doc(jaxkv)
     assert not hasattr(jaxkv, "engines")
     code = "import jaxkv, sys; dir(jaxkv); assert 'jaxkv.serving' not in sys.modules"
