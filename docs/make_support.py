@@ -209,7 +209,7 @@ class Trials:
             engine = UntunedEngine.load(folder, loaded=self._loaded[key], **fields)
             engine.submit("text", jaxkv.Sampling(max_tokens=4, **option.request))
             if self.trace:
-                engine.core.lower()
+                engine.lower()
         except ValueError as error:
             return str(error).replace(str(self._folder), "FOLDER")
         return ""
@@ -485,7 +485,7 @@ Rows are values of `speculate=`. `medusa`, `eagle` and `draft-model` need a fold
 
 ## Drafters and verifiers
 
-`Engine.load(speculate=...)` always uses `SharedNoiseVerifier`. The constructor `Engine(..., speculation=Speculation(drafter, verifier))` takes other pairs.
+`Engine.load(speculate=...)` always uses `SharedNoiseVerifier`. The constructor `Engine(parts, EngineRules(speculation=Speculation(drafter, verifier)))` takes other pairs.
 
 @pairs@
 

@@ -161,6 +161,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import jaxkv
+from jaxkv.engine import EngineParts, EngineRules
 from jaxkv.models import paged
 from jaxkv.scheduling.tenant_first import TenantFirst
 from jaxkv.server import openai_requests
@@ -171,11 +172,11 @@ from tests.support import engines
 tenants = [5, 2, 9, 0]
 asked = [jaxkv.RequestAttributes(tenant=x) for x in tenants]
 config = dataclasses.replace(engines.SERVED, max_slots=1, queue_head=4, debug=False)
-engine = jaxkv.Engine(
+parts = EngineParts(
     engines.params(), paged.PagedForward(engines.MODEL),
-    paged.make_model_pages(engines.MODEL, config), config, policy=TenantFirst(),
-    eos_ids=(),
+    paged.make_model_pages(engines.MODEL, config), config,
 )
+engine = jaxkv.Engine(parts, EngineRules(policy=TenantFirst()))
 ask = jaxkv.Sampling.greedy(max_tokens=2)
 ids = [engine.submit([7, 8], ask, attributes=each) for each in asked]
 order = dict.fromkeys(event.request_id for event in engine.stream() if event.tokens)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 
 from jaxkv import files
-from jaxkv.engine import EngineConfig
+from jaxkv.engine import EngineConfig, EngineParts, EngineRules
 from jaxkv.models import (
     LoadedModel,
     ModelConfig,
@@ -14,6 +14,7 @@ from jaxkv.models import (
     load_model,
     make_model_pages,
 )
+from jaxkv.scheduling import Policy, fcfs
 from jaxkv.serving import Engine
 from jaxkv.validation import format_unknown_name
 
@@ -120,7 +121,8 @@ def make_engine(
     bounds: EngineConfig,
     *,
     has_text: bool = True,
-    **options: Any,
+    policy: Policy | None = None,
+    host_pages: int | None = None,
 ) -> Engine:
     """Makes an engine that keeps its trace.
 
@@ -128,9 +130,10 @@ def make_engine(
       model: loaded model.
       bounds: engine config.
       has_text: False disables detokenization, which takes time.
-      options: arguments of `Engine`.
+      policy: scheduling policy; None means `fcfs()`.
+      host_pages: swap space, see `Engine`.
     """
-    return Engine(
+    parts = EngineParts(
         model.params,
         PagedForward(model.config, bounds.numerics),
         make_model_pages(model.config, bounds),
@@ -138,6 +141,6 @@ def make_engine(
         tokenizer=model.tokenizer if has_text else None,
         eos_ids=model.eos_ids,
         vocab_size=model.config.vocab_size,
-        keep_trace=True,
-        **options,
     )
+    rules = EngineRules(policy=fcfs() if policy is None else policy)
+    return Engine(parts, rules, host_pages=host_pages, keep_trace=True)

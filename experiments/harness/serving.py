@@ -39,7 +39,7 @@ class Server:
     def serve(self, prompts: list[list[int]], asks: list[Sampling]) -> list[list[int]]:
         """Returns the tokens of the answers, and records the times of all calls."""
         self.engine.trace.clear()
-        with record_call_times(self.engine.core) as self.times:
+        with record_call_times(self.engine) as self.times:
             done = self.engine.generate(prompts, asks)
         return [completion.tokens for completion in done]
 

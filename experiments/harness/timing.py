@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv.progress import Progress
-from jaxkv.serving import EngineCore
+from jaxkv.serving import Engine
 
 
 def time_call[**P, R](
@@ -113,7 +113,7 @@ class CallTimes(NamedTuple):
 
 
 @contextlib.contextmanager
-def record_call_times(core: EngineCore) -> Generator[list[CallTimes]]:
+def record_call_times(engine: Engine) -> Generator[list[CallTimes]]:
     """Records the times of the calls in its context; complete at the end of it.
 
     A second thread waits for the results, so the engine's own order of work does not
@@ -131,11 +131,13 @@ def record_call_times(core: EngineCore) -> Generator[list[CallTimes]]:
         times.append(CallTimes(dispatched_s, ready_s, drained_s, has_rows))
 
     with concurrent.futures.ThreadPoolExecutor(1) as waiting:
-        core.on_dispatch = lambda call: waiting.submit(wait, call, time.perf_counter())
+        engine.on_dispatch = lambda call: waiting.submit(
+            wait, call, time.perf_counter()
+        )
         try:
             yield times
         finally:
-            core.on_dispatch = None
+            engine.on_dispatch = None
 
 
 def host_share(calls: list[CallTimes]) -> float | None:

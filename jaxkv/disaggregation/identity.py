@@ -37,7 +37,6 @@ def engine_identity(engine: Engine) -> dict[str, str]:
     if (origin := engine.origin) is None:
         raise ValueError("an engine without a folder has no identity")
     config = engine.config
-    static = engine.core.static
     numerics = config.numerics
     if numerics == "reproducible":
         mesh = {} if origin.mesh is None else dict(origin.mesh.shape)
@@ -47,7 +46,7 @@ def engine_identity(engine: Engine) -> dict[str, str]:
     if (draft := origin.draft_folder) is not None:
         draft_files = [*weight_files(draft), draft / "config.json"]
     options = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
-    speculation = static["speculation"]
+    speculation = engine.rules.speculation
     # With shared noise all drafts give the tokens of plain decoding.
     is_plain = speculation is None or isinstance(
         speculation.verifier, SharedNoiseVerifier
@@ -55,7 +54,7 @@ def engine_identity(engine: Engine) -> dict[str, str]:
     deciding = {
         # The engine's own shape may be divided over a mesh.
         "model": read_config(origin.folder),
-        "logits_fn": static["logits_fn"],
+        "logits_fn": engine.rules.logits_fn,
         "speculation": None if is_plain else speculation,
     }
     return {
@@ -68,7 +67,7 @@ def engine_identity(engine: Engine) -> dict[str, str]:
         "dtype": origin.dtype,
         "precision": str(options),
         "numerics": numerics,
-        **page_identity(config, engine.core.state.pages),
+        **page_identity(config, engine.state.pages),
     }
 
 

@@ -148,12 +148,12 @@ class Worker:
             mesh = make_mesh(**spec.mesh)
         engine = Engine.load(Path(spec.folder), mesh=mesh, **fields)
         self._pages = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.core.state.pages
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.state.pages
         )
         self.identity = identity.engine_identity(engine)
         # All programs are compiled before the first request.
         ask = Sampling.greedy(max_tokens=1, ignore_eos=True, prefix_cache=False)
-        programs = [*engine.core.static.values(), engine.policy, spec.mesh]
+        programs = [*engine.static.values(), engine.rules, spec.mesh]
         with compile_once(f"{programs} {self.identity['software']}"):
             engine.generate([[0]], ask)
             pages, _ = engine.take_prefix([0])

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         VerifyOutput,
     )
     from jaxkv.engine.emitting.logit_rows import LogitsFn, TokenHistory
+    from jaxkv.engine.parts import EngineParts, EngineRules
     from jaxkv.engine.plan_application import apply_plan
     from jaxkv.engine.requests import DrainedSequences, Requests, cancel, drain, submit
     from jaxkv.engine.snapshots import load_state, save_state

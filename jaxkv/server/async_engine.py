@@ -165,17 +165,17 @@ class AsyncEngine:
 
     def _run(self) -> None:
         """Runs the engine while it has work."""
-        core = self.engine.core
+        engine = self.engine
         try:
             while not self._is_closed:
                 self._has_work.wait()
                 self._has_work.clear()
-                while core.has_pending() and not self._is_closed:
+                while engine.has_pending() and not self._is_closed:
                     try:
-                        core.step()
+                        engine.step()
                     except StallError as error:
                         self._end_stalled(error)
-                    self._deliver(core.tracker.events)
+                    self._deliver(engine.tracker.events)
         except Exception as error:
             line = str(error).partition("\n")[0]
             self._failure = f"the engine has failed; {type(error).__name__}: {line}"
@@ -186,7 +186,7 @@ class AsyncEngine:
         """Ends the request that the error names; the engine continues without it."""
         name = error.request_id
         assert name is not None
-        self._deliver(self.engine.core.tracker.events)
+        self._deliver(self.engine.tracker.events)
         if (listener := self._listeners.pop(name, None)) is not None:
             _schedule(listener.loop, listener.events.put_nowait, error)
         self.engine.cancel(name)

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         compile_once,
         usable_folder,
     )
-    from jaxkv.serving.core import EngineCore
     from jaxkv.serving.engine import Engine
     from jaxkv.serving.host_swap import HostSpace
     from jaxkv.serving.loading import read_model_folder

@@ -1,9 +1,9 @@
 """The engine's core: dispatches steps to the device and reads their results later.
 
-`EngineCore` owns the state and its compiled programs. Each call of `step` submits
-waiting requests, dispatches the next steps, and only then reads the outputs of the
-previous ones, so the device never waits for Python. The core does not read the state;
-its tracker counts all that it needs.
+`EngineCore` has the state and its compiled programs; `Engine` adds prompts and text.
+Each call of `step` submits waiting requests, dispatches the next steps, and only then
+reads the outputs of the previous ones, so the device never waits for Python. The core
+does not read the state; its tracker counts all that it needs.
 """
 
 import collections
@@ -16,21 +16,19 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxkv import scheduling
+from jaxkv import scheduling, validation
 from jaxkv.clock import from_seconds
 from jaxkv.engine import (
     DrainedSequences,
-    EngineConfig,
+    EngineParts,
+    EngineRules,
     EngineState,
-    LogitsFn,
     Requests,
-    Speculation,
     StepInfo,
     init,
     load_state,
@@ -38,15 +36,11 @@ from jaxkv.engine import (
 )
 from jaxkv.memory import (
     NO_PAGE,
-    Eviction,
-    Pages,
     PageTableView,
-    Prefix,
     SlotPages,
     raise_if_violated,
     to_host,
 )
-from jaxkv.models import Forward
 from jaxkv.parallel import place_state
 from jaxkv.scheduling import MAX_STALLED_STEPS, Policy, StepCounter
 from jaxkv.serving import (
@@ -55,6 +49,7 @@ from jaxkv.serving import (
     interrupts,
     outputs,
     programs,
+    refusals,
     request_batch,
     tuning,
 )
@@ -81,52 +76,45 @@ class DispatchedCall:
 
 
 class EngineCore:
-    """Runs requests on the device, for any number of threads.
-
-    A thread that waits for a result runs the core for all threads, one call at a time.
-    If an error occurs inside a call (on the device, or a violated invariant in debug
-    mode), the core is lost: every later use raises a `RuntimeError` with the reason.
-    """
+    """The part of an `Engine` that owns its state and runs requests on the device."""
 
     def __init__(
         self,
-        params: Any,
-        forward: Forward,
-        pages: Pages,
-        config: EngineConfig,
+        parts: EngineParts,
+        rules: EngineRules,
         *,
-        policy: Policy,
-        eviction: Eviction | None = None,
-        logits_fn: LogitsFn | None = None,
-        speculation: Speculation | None = None,
-        eos_ids: tuple[int, ...] = (),
         host_pages: int = 0,
         keep_trace: bool = False,
-        mesh: Mesh | None = None,
     ):
         """Makes an idle core; compiles no program. Arguments are those of `Engine`.
 
         Raises:
           ValueError: the pages do not fit the configuration, or the mesh.
         """
-        self.params = params
+        config = parts.config
+        self.params = parts.params
+        """The model's parameters, as `forward` takes them."""
         self.config = config
-        self.policy = policy
+        """The bounds."""
+        self.tokenizer = parts.tokenizer
+        """The tokenizer; None without text."""
+        self.eos_ids = tuple(parts.eos_ids or ())
+        """Tokens that end an answer."""
+        self.rules = rules
+        """The rules of the next steps."""
+        self.static: dict[str, Any] = {"config": config, "forward": parts.forward}
+        """Static arguments of the compiled steps, besides the rules."""
         self.trace = outputs.Trace()
+        """Step infos of the calls read so far, as NumPy arrays, if they are kept."""
+        self._vocab_size = parts.vocab_size
         self._table: DispatchedCall | None = None  # of the last call that was read
-        self._eviction = eviction
-        self._eos_ids = eos_ids
-        self.static: dict[str, Any] = {
-            "config": config,
-            "forward": forward,
-            "logits_fn": logits_fn,
-            "speculation": speculation,
-        }
-        """Static arguments of the compiled steps."""
+        speculation = rules.speculation
         memory = None if speculation is None else speculation.drafter.init(config)
-        state = init(config, pages, memory)
-        self._programs, self.state = programs.select_programs(params, state, mesh)
-        self._mesh = mesh
+        state = init(config, parts.pages, memory)
+        self._programs, self.state = programs.select_programs(
+            parts.params, state, parts.mesh
+        )
+        self._mesh = parts.mesh
         self._host = host_swap.HostSpace(host_pages, self._programs.move)
         self.tracker = RequestTracker(config)
         self.unread: collections.deque[DispatchedCall] = collections.deque()
@@ -143,18 +131,34 @@ class EngineCore:
         self._lock = threading.RLock()
         self._compiled: set[Any] = set()  # kinds of policies
         self.compile_s = 0.0
-        """Seconds that compilation has taken so far."""
+        """Seconds of compilation so far, including tracing."""
         self._lost: BaseException | None = None
 
     def now(self) -> float:
-        """Seconds since the core was made."""
+        """Seconds since the engine was made."""
         return time.perf_counter() - self._started
 
-    def has_work(self) -> bool:
+    @property
+    def policy(self) -> Policy:
+        """Scheduling policy; may be replaced at any time."""
+        return self.rules.policy
+
+    @policy.setter
+    def policy(self, policy: Policy | None) -> None:
+        """Sets the policy of the next steps; None means `fcfs()`.
+
+        Raises:
+          ValueError: it is not a policy.
+        """
+        policy = scheduling.fcfs() if policy is None else policy
+        scheduling.check_policy(policy)
+        self.rules = dataclasses.replace(self.rules, policy=policy)
+
+    def _has_work(self) -> bool:
         """True if the device must run."""
         return self.tracker.has_work(self.now())
 
-    def add(self, records: Sequence[RequestRecord]) -> None:
+    def _add(self, records: Sequence[RequestRecord]) -> None:
         """Adds requests.
 
         Raises:
@@ -166,11 +170,16 @@ class EngineCore:
                 self.tracker.add(record)
 
     def cancel(self, request_id: int) -> None:
-        """Ends a request with its tokens so far; unknown ids are ignored."""
+        """Ends a request with its tokens so far; unknown ids are ignored.
+
+        Raises:
+          ValueError: `request_id` is not an integer in [0, 2**31).
+        """
+        request_id = refusals.check_request_id("request_id", request_id)
         with self._lock, interrupts.defer_signals():
             self.tracker.cancel(request_id, self.now())
 
-    def withdraw(self, records: Sequence[RequestRecord]) -> None:
+    def _withdraw(self, records: Sequence[RequestRecord]) -> None:
         """Cancels those of the given requests that were added and are not complete."""
         with self._lock, interrupts.defer_signals():
             for record in records:
@@ -186,10 +195,10 @@ class EngineCore:
             if tracker.withdrawn:
                 with interrupts.defer_signals():
                     tracker.close_withdrawn()
-            if self.has_work() and len(self.unread) < 2:
+            if self._has_work() and len(self.unread) < 2:
                 self.dispatch()
             # The next call runs while the previous one is read.
-            if len(self.unread) > self.has_work():
+            if len(self.unread) > self._has_work():
                 call = self.unread[0]
             wait_s = 0.0 if self.unread else tracker.next_arrival_s() - self.now()
         if call is not None:
@@ -201,21 +210,52 @@ class EngineCore:
         """True if there are open requests, undelivered events or unread calls."""
         return bool(self.tracker.events or self.tracker.records or self.unread)
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Reads the calls that run although no request needs them."""
-        while self.unread and not self.has_work():
+        while self.unread and not self._has_work():
             self.step()
 
-    def take_prefix(self, prefix: Prefix) -> tuple[Any, int]:
-        """Copies cached pages, see `Engine.take_prefix`."""
+    @validation.suggests_keywords
+    def take_prefix(self, tokens: Sequence[int], *, salt: int = 0) -> tuple[Any, int]:
+        """Copies the cached pages of a token prefix, for another engine's pool.
+
+        Args:
+          tokens: token ids of a prompt, at most `max_length`.
+          salt: as in `Sampling`.
+
+        Returns:
+          NumPy arrays of K and V of the cached pages, and the number of pages.
+
+        Raises:
+          ValueError: there is no prefix cache, there are too many tokens, a token is
+            not in the vocabulary, or the salt is out of range.
+        """
+        prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
         with self._lock:
             self._refuse_if_lost()
             pages, num = self._programs.take_out(self.state, prefix)
         num = int(num)
         return to_host(pages, slice(num)), num
 
-    def bring_prefix(self, prefix: Prefix, pages: Any) -> int:
-        """Writes pages to the prefix cache, see `Engine.bring_prefix`."""
+    @validation.suggests_keywords
+    def bring_prefix(self, tokens: Sequence[int], pages: Any, *, salt: int = 0) -> int:
+        """Writes the pages of another engine's `take_prefix` to the prefix cache.
+
+        Both engines must serve the same parameters; this is not checked.
+
+        Args:
+          tokens: token ids whose K and V the pages contain, perhaps followed by more.
+          pages: the K and V arrays.
+          salt: as in `Sampling`.
+
+        Returns:
+          Number of pages of the prefix that are cached now.
+
+        Raises:
+          ValueError: there is no prefix cache, the arrays do not fit this engine's, a
+            token is not in the vocabulary, or the salt is out of range.
+        """
+        prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
         prefix, slot_pages = request_batch.pad_pages(
             prefix, pages, self.state.pages, self.config
         )
@@ -223,19 +263,36 @@ class EngineCore:
             self._refuse_if_lost()
             with self._lost_on_error():
                 self.state, cached = self._programs.bring_in(
-                    self.state, prefix, slot_pages, self._eviction
+                    self.state, prefix, slot_pages, self.rules.eviction
                 )
         return int(cached)
 
-    def save(self, folder: Any, *, overwrite: bool) -> Path:
-        """Writes the state, see `Engine.save`."""
+    def save(self, folder: Any, *, overwrite: bool = False) -> Path:
+        """Writes the state of an idle engine: pages, prefix cache, drafter state.
+
+        Args:
+          folder: target folder, as `restore` reads it.
+          overwrite: True to replace an existing snapshot.
+
+        Raises:
+          ValueError: requests are not complete, or as `save_state`.
+        """
+        overwrite = validation.boolean("overwrite", overwrite)
         with self._lock:
             self._refuse_if_lost()
             self._refuse_if_busy("saved")
             return save_state(folder, self.state, self.config, overwrite=overwrite)
 
     def restore(self, folder: Any) -> None:
-        """Reads a state, see `Engine.restore`."""
+        """Replaces the state of an idle engine by a saved one, any number of times.
+
+        The engine must serve the same parameters with the same bounds as the saved one.
+        It then gives the same answers, bit for bit, to requests with the same ids or
+        seeds.
+
+        Raises:
+          ValueError: requests are not complete, or as `load_state`.
+        """
         with self._lock:
             self._refuse_if_lost()
             self._refuse_if_busy("restored")
@@ -247,8 +304,19 @@ class EngineCore:
             self._table = None
             self._skips_drafts = False
 
-    def fork(self, memo: dict[int, Any]) -> "EngineCore":
-        """Copies the engine, see `Engine.fork`; objects in `memo` are shared."""
+    def fork(self, *, policy: Policy | None = None) -> Self:
+        """Copies the engine with all requests, which continue in both copies.
+
+        Parameters and compiled programs are shared; the pages are copied.
+
+        Args:
+          policy: policy of the copy; None keeps this engine's.
+
+        Raises:
+          ValueError: `policy` is not a policy.
+        """
+        # A bound method of the tokenizer is part of every decoder of text.
+        memo = {} if self.tokenizer is None else {id(self.tokenizer): self.tokenizer}
         with self._lock:
             self._refuse_if_lost()
             while self.unread:
@@ -263,6 +331,8 @@ class EngineCore:
             other._compiled = {*self._compiled}
             other.on_dispatch = None
             other._host = self._host.copy()
+        if policy is not None:
+            other.policy = policy
         return other
 
     def _refuse_if_busy(self, use: str) -> None:
@@ -272,8 +342,19 @@ class EngineCore:
                 f"{num} requests are not complete; an engine must be idle to be {use}"
             )
 
-    def tune(self, context: int | None) -> None:
-        """Measures step costs of drafts, see `Engine.tune`."""
+    def tune(self, context: int | None = None) -> None:
+        """Measures step costs with drafts on this machine, for `Adaptive` speculation.
+
+        Takes the time to prefill batches of 1, 2, 4, ... sequences of `context` tokens,
+        and a few device calls for each.
+
+        Args:
+          context: tokens of every sequence; None means half of `max_length`.
+
+        Raises:
+          ValueError: requests wait or run, the drafter is not `Adaptive`, or sequences
+            have no room for the calls.
+        """
         if self.tracker.records or self.unread:
             raise ValueError("an engine must be idle to be tuned")
         plan = tuning.plan_measurement(self.state, self.config, context)
@@ -283,7 +364,7 @@ class EngineCore:
 
         def withdraw(state: EngineState, ids: Any) -> EngineState:
             all_samples = np.full_like(ids, -1)
-            return self._programs.drain(state, ids, all_samples, self._eviction)[0]
+            return self._programs.drain(state, ids, all_samples, self.rules.eviction)[0]
 
         def run(state: EngineState, may_draft: bool) -> EngineState:
             return self.run_steps(state, may_draft=may_draft)[0]
@@ -311,8 +392,7 @@ class EngineCore:
 
     def _step_arguments(self, may_draft: bool) -> dict[str, Any]:
         """Returns the arguments of the steps after parameters, state and clock."""
-        changing = {"policy": self.policy, "eviction": self._eviction}
-        return self.static | changing | {"may_draft": may_draft}
+        return self.static | vars(self.rules) | {"may_draft": may_draft}
 
     def compile(self) -> None:
         """Compiles all programs before one of them consumes the state.
@@ -327,7 +407,7 @@ class EngineCore:
         config = self.config
         with compilation_cache.notify_if_slow():
             modes: tuple[bool, ...] = (True,)
-            if (speculation := self.static["speculation"]) is not None:
+            if (speculation := self.rules.speculation) is not None:
                 is_disabled = functools.partial(
                     speculation.drafter.is_disabled, config=config
                 )
@@ -339,7 +419,7 @@ class EngineCore:
                     state, self._pack_requests([]), config=config
                 ),
                 *(self.lower(may_draft=may) for may in modes),
-                self._programs.drain.lower(state, names, names, self._eviction),
+                self._programs.drain.lower(state, names, names, self.rules.eviction),
             )
             for program in lowered:
                 program.compile()
@@ -388,7 +468,7 @@ class EngineCore:
                 if (named := tracker.next_cancels()) is not None:
                     names = named[:, 0]
                     samples = named[:, 1]
-                    args = (self.state, names, samples, self._eviction)
+                    args = (self.state, names, samples, self.rules.eviction)
                     self.state, call.drained = self._programs.drain(*args)
         if self.on_dispatch is not None:
             self.on_dispatch(call)
@@ -406,7 +486,7 @@ class EngineCore:
             ],
             arrivals_s=[record.arrival_s for record in batch],
             attributes=[record.attributes for record in batch],
-            eos_ids=self._eos_ids,
+            eos_ids=self.eos_ids,
             width=max(self.config.submit_width, self.config.max_slots),
         )
 
@@ -485,7 +565,12 @@ class EngineCore:
         )
 
     def page_table(self) -> PageTableView:
-        """Builds the view of `Engine.page_table`."""
+        """Returns the page table as of the last call whose events were delivered.
+
+        The device may be two calls ahead: the view shows it when those calls are read,
+        so that in a `stream` tables and events belong together. It prints as text, and
+        as a table in notebooks.
+        """
         slots = []
         call = self._table
         if call is not None and call.table is None:

@@ -2,25 +2,30 @@
 
 import collections
 import contextlib
-import copy
 import dataclasses
+import functools
 import inspect
-import itertools
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv import scheduling, validation
-from jaxkv.engine import EngineConfig, EngineFields, LogitsFn, Speculation
-from jaxkv.memory import Eviction, Pages, PageTableView
-from jaxkv.models import EndTokens, Forward
+from jaxkv.engine import (
+    EngineConfig,
+    EngineFields,
+    EngineParts,
+    EngineRules,
+    LogitsFn,
+)
+from jaxkv.memory import Eviction
+from jaxkv.models import EndTokens
 from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy, RequestAttributes
-from jaxkv.serving import compilation_cache, outputs, refusals, request_batch
+from jaxkv.serving import compilation_cache, refusals
 from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.requests import PartialAnswer, RequestRecord
@@ -30,8 +35,34 @@ if TYPE_CHECKING:
     from jaxkv.serving.loading import Origin
 
 
-class Engine:
-    """Serves a model; see `EngineCore` for its operation.
+def _reads_former_arguments[T: Callable[..., None]](init: T) -> T:
+    """Decorates `Engine.__init__` to take the fields of parts and rules as arguments.
+
+    They are read with a `DeprecationWarning`.
+    """
+    part_names = {field.name for field in dataclasses.fields(EngineParts)}
+    rule_names = {field.name for field in dataclasses.fields(EngineRules)}
+
+    def make(self: Any, *args: Any, **options: Any) -> None:
+        if len(args) > 2 or part_names & options.keys():
+            warnings.warn(
+                "Engine(params, forward, pages, config, ...) is now called "
+                "Engine(EngineParts(params, ...), EngineRules(...))",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            fields = {name: options.pop(name) for name in part_names & options.keys()}
+            rules = {name: options.pop(name) for name in rule_names & options.keys()}
+            rules = {name: x for name, x in rules.items() if x is not None}
+            args = EngineParts(*args, **fields), EngineRules(**rules)
+        init(self, *args, **options)
+
+    decorated: Any = functools.wraps(init)(make)
+    return decorated
+
+
+class Engine(EngineCore):
+    """Serves a model: prompts in, answers out. See `EngineCore` for its operation.
 
     Ctrl-C, or any other exception of a signal handler, leaves the engine as it was
     between two device calls: submitted requests continue with the next `stream` or
@@ -45,92 +76,42 @@ class Engine:
     the engine is lost: every later use raises a `RuntimeError` with the reason.
     """
 
+    @_reads_former_arguments
     @validation.suggests_keywords
     def __init__(
         self,
-        params: Any,
-        forward: Forward,
-        pages: Pages,
-        config: EngineConfig,
+        parts: EngineParts,
+        rules: EngineRules | None = None,
         *,
-        tokenizer: Any = None,
-        eos_ids: Sequence[int] | None = None,
-        vocab_size: int | None = None,
-        policy: Policy | None = None,
-        eviction: Eviction | None = None,
-        logits_fn: LogitsFn | None = None,
-        speculation: Speculation | None = None,
-        keep_trace: bool = False,
         host_pages: int | None = None,
-        mesh: Mesh | None = None,
+        keep_trace: bool = False,
     ):
         """Makes an idle engine; compiles no program.
 
         Args:
-          params: parameters, as `forward` takes them.
-          forward: the model.
-          pages: its K and V arrays; consumed.
-          config: the bounds.
-          tokenizer: a `text.Tokenizer` or `text.ByteTokenizer`, or an object with their
-            `encode`, `stream`, `stop_search` and `eos_ids`; needed for text.
-          eos_ids: tokens that end an answer; None takes the tokenizer's.
-          vocab_size: bound on token ids; None does not check them.
-          policy: scheduling policy; None means `fcfs()`.
-          eviction: eviction rule of the prefix cache; None means
-            `prefix_eviction.LRU()`.
-          logits_fn: changes logits before a token is sampled; a plain function,
-            compiled once for each function object.
-          speculation: drafter and verifier, see `jaxkv.speculation`, with a draft
-            length of at most `config.max_drafts`. None decodes without drafts.
-          keep_trace: True to collect step infos in `trace`.
+          parts: model, pages, bounds and tokenizer.
+          rules: policy, eviction, logits function and speculation; None means the
+            defaults.
           host_pages: swap space in host memory, in pages, in addition to the staging
             buffer of `max_swap_pages`; None means the size of the pool.
-          mesh: devices to divide the model and its pages over, see
-            `parallel.make_mesh`; the parameters must be those that
-            `parallel.tensor.place_params` returns. None means one device.
+          keep_trace: True to collect step infos in `trace`.
 
         Raises:
-          ValueError: an argument has another type, the pages do not fit the
+          ValueError: a part or rule has another type, the pages do not fit the
             configuration, the end tokens do not fit `max_stop_tokens`, or `host_pages`
             is below 0.
         """
-        refusals.check_parts(
-            config,
-            pages,
-            forward,
-            policy=policy,
-            eviction=eviction,
-            logits_fn=logits_fn,
-            speculation=speculation,
-            tokenizer=tokenizer,
-            mesh=mesh,
-        )
-        if vocab_size is not None:
-            vocab_size = validation.integer("vocab_size", vocab_size, low=1)
+        rules = EngineRules() if rules is None else rules
+        parts = refusals.check_parts(parts, rules)
         if host_pages is None:
-            host_pages = config.num_pages
-        self.tokenizer = tokenizer
-        self._eos_ids = refusals.resolve_end_tokens(
-            eos_ids, tokenizer, config, vocab_size
-        )
-        self._vocab_size = vocab_size
-        self._changes_logits = logits_fn is not None
-        self._ids = itertools.count()
-        self.core = EngineCore(
-            params,
-            forward,
-            pages,
-            config,
-            policy=scheduling.fcfs() if policy is None else policy,
-            eviction=eviction,
-            logits_fn=logits_fn,
-            speculation=speculation,
-            eos_ids=self._eos_ids,
+            host_pages = parts.config.num_pages
+        super().__init__(
+            parts,
+            rules,
             host_pages=validation.integer("host_pages", host_pages),
             keep_trace=validation.boolean("keep_trace", keep_trace),
-            mesh=mesh,
         )
-        """The core that runs on the device, for measurements."""
+        self._next_id = 0
         self.origin: Origin | None = None
         """Source of the engine; None unless `load` made it."""
 
@@ -177,10 +158,10 @@ class Engine:
           end_tokens: "union" of the end tokens of the configuration and of the
             tokenizer, or "generation_config" for the rule of transformers, see
             `load_model`.
-          policy: as in the constructor, as are the next four.
+          policy: as in `EngineRules`, as are the next two; None means `fcfs()`.
           eviction: see there.
           logits_fn: see there.
-          keep_trace: see there.
+          keep_trace: as in the constructor.
           host_pages: see there.
           **bounds: fields of `EngineConfig`. By default `max_stop_tokens` has room for
             the model's end tokens and 3 of a request.
@@ -200,8 +181,8 @@ class Engine:
         check_mesh(mesh)
         compilation_cache.keep_programs()
         scan_layers = validation.boolean("scan_layers", scan_layers)
-        speculation = parse_speculation(speculate)
-        config = loading.make_engine_config(bounds, speculation)
+        speculation_config = parse_speculation(speculate)
+        config = loading.make_engine_config(bounds, speculation_config)
         model = loaded
         if model is None:
             model = loading.read_model_folder(
@@ -210,164 +191,37 @@ class Engine:
         if "max_stop_tokens" not in bounds:
             num = max(config.max_stop_tokens, len(model.eos_ids) + 3)
             config = dataclasses.replace(config, max_stop_tokens=num)
-        served = loading.build_engine_parts(
-            folder,
-            model,
-            config,
-            speculation,
-            dtype=dtype,
+        origin = loading.Origin(
+            folder=folder,
+            draft_folder=loading.find_draft_folder(speculation_config),
+            dtype=np.dtype(dtype).name,
             scan_layers=scan_layers,
             mesh=mesh,
         )
-        engine = cls(
-            served.params,
-            served.forward,
-            served.pages,
-            config,
-            speculation=served.speculation,
-            tokenizer=model.tokenizer,
-            eos_ids=model.eos_ids,
-            vocab_size=model.config.vocab_size,
-            policy=policy,
+        parts, speculation = loading.build_engine_parts(
+            origin, model, config, speculation_config
+        )
+        rules = EngineRules(
+            policy=scheduling.fcfs() if policy is None else policy,
             eviction=eviction,
             logits_fn=logits_fn,
-            keep_trace=keep_trace,
-            host_pages=host_pages,
-            mesh=mesh,
+            speculation=speculation,
         )
-        name = np.dtype(dtype).name
-        engine.origin = loading.Origin(
-            folder, served.draft_folder, name, scan_layers, mesh
-        )
-        if speculation is not None and speculation.adaptive:
+        engine = cls(parts, rules, host_pages=host_pages, keep_trace=keep_trace)
+        engine.origin = origin
+        if speculation_config is not None and speculation_config.adaptive:
             engine.tune()
         return engine
-
-    def tune(self, context: int | None = None) -> None:
-        """Measures step costs with drafts on this machine, for `Adaptive` speculation.
-
-        Takes the time to prefill batches of 1, 2, 4, ... sequences of `context` tokens,
-        and a few device calls for each.
-
-        Args:
-          context: tokens of every sequence; None means half of `max_length`.
-
-        Raises:
-          ValueError: requests wait or run, the drafter is not `Adaptive`, or sequences
-            have no room for the calls.
-        """
-        self.core.tune(context)
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        return self._eos_ids
-
-    @property
-    def params(self) -> Any:
-        """The model's parameters, as `forward` takes them."""
-        return self.core.params
-
-    @property
-    def config(self) -> EngineConfig:
-        """The bounds."""
-        return self.core.config
-
-    @property
-    def policy(self) -> Policy:
-        """Scheduling policy; may be replaced at any time."""
-        return self.core.policy
-
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
-        """Sets the policy of the next steps; None means `fcfs()`.
-
-        Raises:
-          ValueError: it is not a policy.
-        """
-        policy = scheduling.fcfs() if policy is None else policy
-        scheduling.check_policy(policy)
-        self.core.policy = policy
-
-    @property
-    def trace(self) -> outputs.Trace:
-        """Step infos of the calls read so far, as NumPy arrays, if they are kept."""
-        return self.core.trace
-
-    @property
-    def compile_s(self) -> float:
-        """Seconds of compilation so far, including tracing."""
-        return self.core.compile_s
-
-    def save(self, folder: Any, *, overwrite: bool = False) -> Path:
-        """Writes the state of an idle engine: pages, prefix cache, drafter state.
-
-        Args:
-          folder: target folder, as `restore` reads it.
-          overwrite: True to replace an existing snapshot.
-
-        Raises:
-          ValueError: requests are not complete, or as `save_state`.
-        """
-        overwrite = validation.boolean("overwrite", overwrite)
-        return self.core.save(folder, overwrite=overwrite)
-
-    def restore(self, folder: Any) -> None:
-        """Replaces the state of an idle engine by a saved one, any number of times.
-
-        The engine must serve the same parameters with the same bounds as the saved one.
-        It then gives the same answers, bit for bit, to requests with the same ids or
-        seeds.
-
-        Raises:
-          ValueError: requests are not complete, or as `load_state`.
-        """
-        self.core.restore(folder)
-
-    def fork(self, *, policy: Policy | None = None) -> "Engine":
-        """Copies the engine with all requests, which continue in both copies.
-
-        Parameters and compiled programs are shared; the pages are copied.
-
-        Args:
-          policy: policy of the copy; None keeps this engine's.
-
-        Raises:
-          ValueError: `policy` is not a policy.
-        """
-        other = copy.copy(self)
-        # A bound method of the tokenizer is part of every decoder of text.
-        memo = {} if self.tokenizer is None else {id(self.tokenizer): self.tokenizer}
-        other.core = self.core.fork(memo)
-        first = self._next_id()
-        self._ids = itertools.count(first)
-        other._ids = itertools.count(first)
-        if policy is not None:
-            other.policy = policy
-        return other
-
-    def page_table(self) -> PageTableView:
-        """Returns the page table as of the last call whose events were delivered.
-
-        The device may be two calls ahead: the view shows it when those calls are read,
-        so that in a `stream` tables and events belong together. It prints as text, and
-        as a table in notebooks.
-        """
-        return self.core.page_table()
 
     def __repr__(self) -> str:
         """One line with the bounds and the number of requests."""
         config = self.config
-        num = len(self.core.tracker.records)
+        num = len(self.tracker.records)
         return (
             f"Engine({config.num_pages} pages of {config.page_size}, "
             f"{config.max_slots} slots of {config.max_length} tokens, "
             f"{num} request{'' if num == 1 else 's'})"
         )
-
-    def now(self) -> float:
-        """Seconds since the engine was made."""
-        return self.core.now()
 
     @validation.suggests_keywords
     def submit(
@@ -414,58 +268,11 @@ class Engine:
         if request_id is not None:
             request_id = refusals.check_request_id("request_id", request_id)
         else:
-            request_id = self._next_id()
+            request_id = self._assign_id()
         record = self._make_record(request_id, tokens, ask, arrival_s, key_id=key_id)
         record.attributes = attributes
-        self.core.add([record])
+        self._add([record])
         return request_id
-
-    @validation.suggests_keywords
-    def take_prefix(self, tokens: Sequence[int], *, salt: int = 0) -> tuple[Any, int]:
-        """Copies the cached pages of a token prefix, for another engine's pool.
-
-        Args:
-          tokens: token ids of a prompt, at most `max_length`.
-          salt: as in `Sampling`.
-
-        Returns:
-          NumPy arrays of K and V of the cached pages, and the number of pages.
-
-        Raises:
-          ValueError: there is no prefix cache, there are too many tokens, a token is
-            not in the vocabulary, or the salt is out of range.
-        """
-        prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
-        return self.core.take_prefix(prefix)
-
-    @validation.suggests_keywords
-    def bring_prefix(self, tokens: Sequence[int], pages: Any, *, salt: int = 0) -> int:
-        """Writes the pages of another engine's `take_prefix` to the prefix cache.
-
-        Both engines must serve the same parameters; this is not checked.
-
-        Args:
-          tokens: token ids whose K and V the pages contain, perhaps followed by more.
-          pages: the K and V arrays.
-          salt: as in `Sampling`.
-
-        Returns:
-          Number of pages of the prefix that are cached now.
-
-        Raises:
-          ValueError: there is no prefix cache, the arrays do not fit this engine's, a
-            token is not in the vocabulary, or the salt is out of range.
-        """
-        prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
-        return self.core.bring_prefix(prefix, pages)
-
-    def cancel(self, request_id: int) -> None:
-        """Ends a request with its tokens so far; unknown ids are ignored.
-
-        Raises:
-          ValueError: `request_id` is not an integer in [0, 2**31).
-        """
-        self.core.cancel(refusals.check_request_id("request_id", request_id))
 
     @validation.suggests_keywords
     def generate(
@@ -497,16 +304,16 @@ class Engine:
             except ValueError as error:
                 raise ValueError(f"prompts[{i}]: {error}") from None
         records = [
-            self._make_record(self._next_id(), *pair, is_quiet=True)
+            self._make_record(self._assign_id(), *pair, is_quiet=True)
             for pair in zip(encoded, asks, strict=True)
         ]
         try:
-            self.core.add(records)
+            self._add(records)
             while not all(record.completion for record in records):
-                self.core.step()
-            self.core.flush()
+                self.step()
+            self._flush()
         except BaseException:
-            self.core.withdraw(records)
+            self._withdraw(records)
             raise
         return [record.completion for record in records if record.completion]
 
@@ -516,17 +323,22 @@ class Engine:
         A stream may be abandoned at any event; the next stream continues with the
         following event.
         """
-        events = self.core.tracker.events
-        while self.core.has_pending():
+        events = self.tracker.events
+        while self.has_pending():
             with contextlib.suppress(IndexError):  # another thread took the event
                 # One bytecode takes an event and yields it, so that no signal handler
                 # runs between the two.
                 while True:
                     yield from map(collections.deque.popleft, [events])
-            self.core.step()
+            self.step()
 
-    def _next_id(self) -> int:
-        return next(name for name in self._ids if name not in self.core.tracker.records)
+    def _assign_id(self) -> int:
+        """Returns the next number that is not the id of a request still running."""
+        with self._lock:
+            while self._next_id in self.tracker.records:
+                self._next_id += 1
+            self._next_id += 1
+            return self._next_id - 1
 
     def _make_record(
         self,
@@ -545,7 +357,7 @@ class Engine:
             prompt=tokens,
             sampling=ask,
             arrival_s=self.now() if arrival_s is None else arrival_s,
-            end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self._eos_ids),
+            end_tokens=ask.stop_tokens + (() if ask.ignore_eos else self.eos_ids),
             answers=[self._make_answer(tokens, ask) for _ in range(ask.num_sequences)],
             is_quiet=is_quiet,
         )
@@ -570,8 +382,8 @@ class Engine:
             tokens,
             ask,
             config=self.config,
-            num_eos=0 if ignores else len(self._eos_ids),
+            num_eos=0 if ignores else len(self.eos_ids),
             vocab_size=self._vocab_size,
             has_text=self.tokenizer is not None,
-            has_logits_fn=self._changes_logits,
+            has_logits_fn=self.rules.logits_fn is not None,
         )

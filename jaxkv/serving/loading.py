@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxkv import files, parallel, validation
-from jaxkv.engine import EngineConfig, EngineFields, init
+from jaxkv.engine import EngineConfig, EngineFields, EngineParts, Speculation, init
 from jaxkv.memory import Pages
 from jaxkv.models import EndTokens, LoadedModel, load_model, read_config
 from jaxkv.parallel import (
@@ -28,7 +28,6 @@ from jaxkv.speculation import (
     MAX_ADAPTIVE_DRAFTS,
     MAX_DRAFTS,
     NUM_DRAFT_BUCKETS,
-    EngineParts,
     ModelWeights,
     SpeculationConfig,
     build_speculative,
@@ -98,54 +97,71 @@ def read_model_folder(
     return loaded._replace(config=config)
 
 
+def find_draft_folder(speculation: SpeculationConfig | None) -> Path | None:
+    """Finds the folder of the draft model or of the heads; None if there are none.
+
+    Raises:
+      ValueError: there is no such folder.
+    """
+    if speculation is None:
+        return None
+    if speculation.draft_folder is not None:
+        return find_model_folder("draft_folder", speculation.draft_folder)
+    if speculation.heads_folder is not None:
+        return validation.path("heads_folder", speculation.heads_folder)
+    return None
+
+
 def build_engine_parts(
-    folder: Any,
+    origin: Origin,
     loaded: LoadedModel,
     config: EngineConfig,
-    speculation: SpeculationConfig | None = None,
-    *,
-    dtype: str,
-    scan_layers: bool = False,
-    mesh: Mesh | None = None,
-) -> EngineParts:
+    speculation_config: SpeculationConfig | None = None,
+) -> tuple[EngineParts, Speculation | None]:
     """Builds the parts of an engine from the result of `read_model_folder`.
 
-    Arguments are those of `Engine.load`. Pages are allocated with their sharding.
+    Pages are allocated with their sharding.
+
+    Returns:
+      The parts, and the drafter with its verifier; None without a method.
 
     Raises:
       ValueError: a speculation method or folder is not usable, or memory is
         insufficient.
     """
     params = loaded.params
+    mesh = origin.mesh
     if mesh is not None:
         sizes = {"page_size": config.page_size, "window": loaded.config.window}
         check_pages(mesh, **sizes)
-    if scan_layers:
+    if origin.scan_layers:
         params = stack_sharded_layers(loaded.config, params, mesh)
     draft = heads = None
-    draft_folder: Path | None = None
-    if speculation is not None and speculation.draft_folder is not None:
-        draft_folder = find_model_folder("draft_folder", speculation.draft_folder)
-        small = read_model_folder(draft_folder, dtype=dtype, mesh=mesh)
-        draft = ModelWeights(small.config, small.params)
-    if speculation is not None and speculation.heads_folder is not None:
-        draft_folder = validation.path("heads_folder", speculation.heads_folder)
-        shape = read_config(folder)
-        heads = load_heads(draft_folder, shape, dtype=dtype)
-        heads = heads if mesh is None else place_heads(heads, mesh)
-    engine_parts: list[EngineParts] = []
+    if speculation_config is not None and origin.draft_folder is not None:
+        if speculation_config.draft_folder is not None:
+            small = read_model_folder(
+                origin.draft_folder, dtype=origin.dtype, mesh=mesh
+            )
+            draft = ModelWeights(small.config, small.params)
+        else:
+            shape = read_config(origin.folder)
+            heads = load_heads(origin.draft_folder, shape, dtype=origin.dtype)
+            heads = heads if mesh is None else place_heads(heads, mesh)
+    builds: list[tuple[EngineParts, Speculation | None]] = []
 
     def pages() -> Pages:
-        served = build_speculative(
-            ModelWeights(loaded.config, params),
-            config,
-            speculation,
-            dtype=dtype,
-            draft=draft,
-            heads=heads,
+        model = ModelWeights(loaded.config, params)
+        builds.append(
+            build_speculative(
+                model,
+                config,
+                speculation_config,
+                dtype=origin.dtype,
+                draft=draft,
+                heads=heads,
+            )
         )
-        engine_parts.append(dataclasses.replace(served, draft_folder=draft_folder))
-        return served.pages
+        return builds[-1][0].pages
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # repeated when the pages are made
@@ -155,8 +171,17 @@ def build_engine_parts(
         f"{config.num_pages=}, {config.max_sequences=}, {config.max_length=}",
     )
     if mesh is None:
-        pages()
-        return engine_parts[-1]
-    divided = parallel.shardings(shapes, pages_specs(shapes), mesh)
-    zero_pages = jax.jit(pages, out_shardings=divided)()
-    return dataclasses.replace(engine_parts[-1], pages=zero_pages)
+        zero_pages = pages()
+    else:
+        divided = parallel.shardings(shapes, pages_specs(shapes), mesh)
+        zero_pages = jax.jit(pages, out_shardings=divided)()
+    parts, speculation = builds[-1]
+    parts = dataclasses.replace(
+        parts,
+        pages=zero_pages,
+        tokenizer=loaded.tokenizer,
+        eos_ids=loaded.eos_ids,
+        vocab_size=loaded.config.vocab_size,
+        mesh=mesh,
+    )
+    return parts, speculation

@@ -1,5 +1,6 @@
 """Validation of an engine's arguments and requests; every error is one line."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +12,8 @@ from jaxkv.engine import (
     REPRODUCIBLE_TREES,
     Drafter,
     EngineConfig,
+    EngineParts,
+    EngineRules,
     Speculation,
     Verifier,
 )
@@ -21,47 +24,52 @@ from jaxkv.sampling import Sampling
 from jaxkv.scheduling import check_policy
 
 
-def check_parts(
-    config: object,
-    pages: object,
-    forward: object,
-    *,
-    policy: object = None,
-    eviction: object = None,
-    logits_fn: object = None,
-    speculation: object = None,
-    tokenizer: object = None,
-    mesh: object = None,
-) -> None:
-    """Checks the types of an engine's parts.
+def check_parts(parts: EngineParts, rules: EngineRules) -> EngineParts:
+    """Checks the parts and rules of an engine.
+
+    Returns:
+      The parts with the tokens that end an answer.
 
     Raises:
-      ValueError: a part has another type, or `max_drafts` does not fit `speculation`.
+      ValueError: a field has another type, `max_drafts` does not fit the speculation,
+        or the end tokens do not fit the vocabulary or `max_stop_tokens`.
     """
-    for name, value, kinds in (
-        ("config", config, (EngineConfig,)),
-        ("pages", pages, (Pages,)),
-        ("forward", forward, (Forward,)),
-        ("eviction", eviction, (Eviction, type(None))),
-        ("logits_fn", logits_fn, (Callable, type(None))),
-        ("speculation", speculation, (Speculation, type(None))),
-        ("tokenizer", tokenizer, (TextTokenizer, type(None))),
+    validation.instance("parts", parts, EngineParts)
+    validation.instance("rules", rules, EngineRules)
+    for fields, name, kinds in (
+        (parts, "config", (EngineConfig,)),
+        (parts, "pages", (Pages,)),
+        (parts, "forward", (Forward,)),
+        (parts, "tokenizer", (TextTokenizer, type(None))),
+        (rules, "eviction", (Eviction, type(None))),
+        (rules, "logits_fn", (Callable, type(None))),
+        (rules, "speculation", (Speculation, type(None))),
     ):
-        validation.instance(name, value, *kinds)
-    if policy is not None:
-        check_policy(policy)
-    check_mesh(mesh)
-    assert isinstance(config, EngineConfig)
-    if isinstance(speculation, Speculation):
+        validation.instance(name, getattr(fields, name), *kinds)
+    check_policy(rules.policy)
+    check_mesh(parts.mesh)
+    config = parts.config
+    speculation = rules.speculation
+    if speculation is not None:
         validation.instance("speculation.drafter", speculation.drafter, Drafter)
         validation.instance("speculation.verifier", speculation.verifier, Verifier)
     if (speculation is None) != (config.max_drafts == 0):
         raise ValueError(
             f"{config.max_drafts=} must be 0 without speculation, at least 1 with it"
         )
-    has_tree = isinstance(speculation, Speculation) and speculation.drafter.width > 1
+    has_tree = speculation is not None and speculation.drafter.width > 1
     if has_tree and config.numerics == "reproducible":
         raise ValueError(REPRODUCIBLE_TREES)
+    size = parts.vocab_size
+    if size is not None:
+        size = validation.integer("vocab_size", size, low=1)
+    ids = parts.eos_ids
+    if ids is None:
+        ids = () if parts.tokenizer is None else parts.tokenizer.eos_ids
+    eos_ids = validation.token_ids("eos_ids", ids, vocab_size=size).tolist()
+    if len(eos_ids) > config.max_stop_tokens:
+        raise ValueError(f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}")
+    return dataclasses.replace(parts, eos_ids=tuple(eos_ids), vocab_size=size)
 
 
 @runtime_checkable
@@ -80,23 +88,6 @@ class TextTokenizer(Protocol):
     def stream(self) -> Any:
         """Returns a decoder with `push(token)` and `finish()`."""
         ...
-
-
-def resolve_end_tokens(
-    eos_ids: object, tokenizer: Any, config: EngineConfig, vocab_size: int | None
-) -> tuple[int, ...]:
-    """Returns the tokens that end an answer: `eos_ids`, or the tokenizer's.
-
-    Raises:
-      ValueError: a token is not in the vocabulary, or there are more than
-        `max_stop_tokens`.
-    """
-    if eos_ids is None:
-        eos_ids = () if tokenizer is None else tokenizer.eos_ids
-    eos_ids = validation.token_ids("eos_ids", eos_ids, vocab_size=vocab_size).tolist()
-    if len(eos_ids) > config.max_stop_tokens:
-        raise ValueError(f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}")
-    return tuple(eos_ids)
 
 
 def check_request(

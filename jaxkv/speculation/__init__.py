@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         MAX_ADAPTIVE_DRAFTS,
         MAX_DRAFTS,
         NUM_DRAFT_BUCKETS,
-        EngineParts,
         Method,
         ModelWeights,
         SpeculationConfig,

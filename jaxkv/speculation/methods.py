@@ -1,18 +1,21 @@
 """Speculation methods by name: builds drafter, forward pass and pages for a model."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxkv import validation
-from jaxkv.engine import REPRODUCIBLE_TREES, Drafter, Speculation
-from jaxkv.memory import Pages
+from jaxkv.engine import (
+    REPRODUCIBLE_TREES,
+    Drafter,
+    EngineConfig,
+    EngineParts,
+    Speculation,
+)
 from jaxkv.models import (
     FEW_ROWS,
-    Forward,
     ModelConfig,
     PagedForward,
     Params,
@@ -72,24 +75,6 @@ class ModelWeights(NamedTuple):
     params: Params
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineParts:
-    """Arguments of `Engine` that depend on the model and the speculation method."""
-
-    forward: Forward
-    params: Any
-    pages: Pages
-    speculation: Speculation | None = None
-    draft_folder: Path | None = None
-    """Folder of the draft model or of the heads, if there are any."""
-
-    def with_drafter(self, drafter: Drafter) -> "EngineParts":
-        """Returns the same parts with a drafter and `SharedNoiseVerifier`."""
-        return dataclasses.replace(
-            self, speculation=Speculation(drafter, SharedNoiseVerifier())
-        )
-
-
 @validation.suggests_keywords
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
@@ -147,23 +132,27 @@ def parse_speculation(speculate: Any) -> SpeculationConfig | None:
 
 def build_speculative(
     model: ModelWeights,
-    bounds: Any,
+    bounds: EngineConfig,
     speculation: SpeculationConfig | None = None,
     *,
     dtype: str,
     draft: ModelWeights | None = None,
     heads: head_folders.LoadedHeads | None = None,
-) -> EngineParts:
+) -> tuple[EngineParts, Speculation | None]:
     """Builds forward pass, parameters, pages and speculation of a model.
 
     Args:
       model: the target.
-      bounds: `EngineConfig` with `max_drafts` above 0 if there is a method.
+      bounds: engine config with `max_drafts` above 0 if there is a method.
       speculation: the method and its fields; None decodes without drafts. Models in
         folders are passed as `draft` and `heads`.
       dtype: type of the pages.
       draft: model of "draft-model".
       heads: heads of "medusa" or "eagle".
+
+    Returns:
+      The parts of an engine without a tokenizer, and the drafter with
+      `SharedNoiseVerifier`; None without a method.
 
     Raises:
       ValueError: a model, heads, modules or drafts are missing, or do not fit the
@@ -192,37 +181,32 @@ def build_speculative(
         layers = _check_layers(layers, model.config.num_layers)
     model = _add_few_row_weights(model, bounds)
     if heads is not None:
-        parts = _build_with_heads(model, heads, bounds, dtype)
+        parts, drafter = _build_with_heads(model, heads, bounds, dtype)
     elif method == "mtp":
-        parts = _build_with_modules(model, bounds, dtype)
+        parts, drafter = _build_with_modules(model, bounds, dtype)
     else:
         forward = PagedForward(model.config, bounds.numerics)
         pages = make_model_pages(model.config, bounds, dtype=dtype)
-        parts = EngineParts(forward, model.params, pages)
+        parts = EngineParts(model.params, forward, pages, bounds)
         if method is None:
-            return parts
+            return parts, None
         if draft is not None:
-            parts = _build_with_draft_model(parts, model, draft, bounds, dtype)
+            parts, drafter = _build_with_draft_model(parts, model, draft, dtype)
         elif method == "early-exit":
             if is_stacked(model.params):
                 raise ValueError("'early-exit' needs layers that are not stacked")
             if layers is None:
                 layers = tuple(range(max(1, model.config.num_layers // 2)))
-            target_forward = PagedForward(model.config, bounds.numerics)
-            parts = parts.with_drafter(
-                draft_model.build_self_speculative(target_forward, layers)
-            )
+            drafter = draft_model.build_self_speculative(forward, layers)
         elif method == "lookahead":
             if bounds.numerics == "reproducible":
                 raise ValueError(REPRODUCIBLE_TREES)
-            parts = parts.with_drafter(lookahead.build_lookahead(bounds.max_drafts))
+            drafter = lookahead.build_lookahead(bounds.max_drafts)
         else:
-            parts = parts.with_drafter(NGram() if method == "ngram" else Jacobi())
-    assert parts.speculation is not None
-    assert speculation is not None
-    if speculation.adaptive:
-        parts = parts.with_drafter(Adaptive(parts.speculation.drafter))
-    return parts
+            drafter = NGram() if method == "ngram" else Jacobi()
+    if speculation is not None and speculation.adaptive:
+        drafter = Adaptive(drafter)
+    return parts, Speculation(drafter, SharedNoiseVerifier())
 
 
 def _check_layers(layers: object, num_layers: int) -> tuple[int, ...]:
@@ -249,7 +233,7 @@ def _check_layers(layers: object, num_layers: int) -> tuple[int, ...]:
     return indices
 
 
-def _add_few_row_weights(model: ModelWeights, bounds: Any) -> ModelWeights:
+def _add_few_row_weights(model: ModelWeights, bounds: EngineConfig) -> ModelWeights:
     """Adds transposed copies of small weights where a CPU multiplies few rows."""
     numbers = [bounds.max_slots * (1 + length) for length in (0, *bounds.draft_buckets)]
     leaves = jax.tree.leaves(model.params)
@@ -270,9 +254,12 @@ def _add_few_row_weights(model: ModelWeights, bounds: Any) -> ModelWeights:
 
 
 def _build_with_heads(
-    model: ModelWeights, heads: head_folders.LoadedHeads, bounds: Any, dtype: str
-) -> EngineParts:
-    """Builds the parts of "medusa" or "eagle".
+    model: ModelWeights,
+    heads: head_folders.LoadedHeads,
+    bounds: EngineConfig,
+    dtype: str,
+) -> tuple[EngineParts, Drafter]:
+    """Builds the parts and the drafter of "medusa" or "eagle".
 
     The drafts are a tree, or a chain under reproducible numerics.
     """
@@ -294,13 +281,13 @@ def _build_with_heads(
         draft_pages = make_model_pages(config.layer, bounds, dtype=dtype)
         pages = pages._replace(draft_pages=draft_pages)
     params = draft_model.TargetAndDraftParams(model.params, heads.params)
-    return EngineParts(
-        forward, params, pages, Speculation(drafter, SharedNoiseVerifier())
-    )
+    return EngineParts(params, forward, pages, bounds), drafter
 
 
-def _build_with_modules(model: ModelWeights, bounds: Any, dtype: str) -> EngineParts:
-    """Builds the parts of "mtp": a chain of drafts of the model's own modules."""
+def _build_with_modules(
+    model: ModelWeights, bounds: EngineConfig, dtype: str
+) -> tuple[EngineParts, Drafter]:
+    """Builds the parts and the drafter of "mtp": a chain of the model's own modules."""
     if not (num := model.config.num_ahead_layers):
         raise ValueError(
             f"speculate='mtp' needs a model with modules for multi-token prediction, "
@@ -317,34 +304,28 @@ def _build_with_modules(model: ModelWeights, bounds: Any, dtype: str) -> EngineP
     target_params = {
         name: model.params[name] for name in model.params if name != "ahead"
     }
-    return EngineParts(
-        TargetWithEagle(target, config),
-        draft_model.TargetAndDraftParams(target_params, model.params["ahead"]),
-        pages._replace(draft_pages=draft_pages),
-        Speculation(drafter, SharedNoiseVerifier()),
-    )
+    params = draft_model.TargetAndDraftParams(target_params, model.params["ahead"])
+    pages = pages._replace(draft_pages=draft_pages)
+    return EngineParts(params, TargetWithEagle(target, config), pages, bounds), drafter
 
 
 def _build_with_draft_model(
-    target: EngineParts,
-    model: ModelWeights,
-    draft: ModelWeights,
-    bounds: Any,
-    dtype: str,
-) -> EngineParts:
-    """Adds a draft model with its own pages to a target."""
+    target: EngineParts, model: ModelWeights, draft: ModelWeights, dtype: str
+) -> tuple[EngineParts, Drafter]:
+    """Adds a draft model with its own pages to the parts of a target."""
     if draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"the draft model's {draft.config.vocab_size=} must be the served model's "
             f"{model.config.vocab_size}"
         )
+    bounds = target.config
     draft = _add_few_row_weights(draft, bounds)
     draft_forward = PagedForward(draft.config, bounds.numerics)
     draft_pages = make_model_pages(draft.config, bounds, dtype=dtype)
-    drafter = draft_model.DraftModel(draft_forward, has_own_model=True)
-    return EngineParts(
-        draft_model.TargetWithDraft(target.forward, draft_forward),
-        draft_model.TargetAndDraftParams(target.params, draft.params),
-        target.pages._replace(draft_pages=draft_pages),
-        Speculation(drafter, SharedNoiseVerifier()),
+    parts = dataclasses.replace(
+        target,
+        params=draft_model.TargetAndDraftParams(target.params, draft.params),
+        forward=draft_model.TargetWithDraft(target.forward, draft_forward),
+        pages=target.pages._replace(draft_pages=draft_pages),
     )
+    return parts, draft_model.DraftModel(draft_forward, has_own_model=True)

@@ -19,7 +19,7 @@ import pytest
 
 import jaxkv
 from jaxkv import decoding, memory, simulation, validation, workloads
-from jaxkv.engine import EngineConfig, init
+from jaxkv.engine import EngineConfig, EngineParts, EngineRules, init
 from jaxkv.memory import (
     Pages,
     Rows,
@@ -77,11 +77,11 @@ def _nothing_is_left(engine: jaxkv.Engine, greedy_tokens: list[list[int]]) -> An
 def assert_sound(engine: jaxkv.Engine, greedy_tokens: list[list[int]]) -> None:
     """Checks that the engine is idle and empty, and serves the same answers."""
     assert list(engine.stream()) == []
-    assert engine.core.tracker.is_empty()
+    assert engine.tracker.is_empty()
     assert [
         completion.tokens for completion in engine.generate(PROMPTS, GREEDY)
     ] == greedy_tokens
-    engines.assert_empty(engine.core.state)
+    engines.assert_empty(engine.state)
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -538,12 +538,10 @@ class Planless(NamedTuple):
 
 
 def test_invalid_engine_components_are_refused() -> None:
-    parts: dict[str, Any] = dict(
-        params={},
-        forward=PagedForward(engines.MODEL),
-        pages=make_model_pages(engines.MODEL, BOUNDS),
-        config=BOUNDS,
-    )
+    pages = make_model_pages(engines.MODEL, BOUNDS)
+    parts = EngineParts({}, PagedForward(engines.MODEL), pages, BOUNDS)
+    part_names = [field.name for field in dataclasses.fields(EngineParts)]
+    rule_names = [field.name for field in dataclasses.fields(EngineRules)]
     tries: tuple[tuple[str, Any, str], ...] = (
         ("config", vars(BOUNDS), "must be a EngineConfig"),
         ("pages", (1, 2), "must be a Pages"),
@@ -559,8 +557,15 @@ def test_invalid_engine_components_are_refused() -> None:
         ("eos_ids", ["a"], "must be a sequence of token ids"),
     )
     for name, value, wanted in tries:
-        arguments = parts | {name: value}
-        message = refusal(lambda arguments=arguments: api.Engine(**arguments))
+        fields: Any = {name: value}
+        served: Any = parts
+        options: Any = fields
+        if name in part_names:
+            served = dataclasses.replace(parts, **fields)
+            options = {}
+        elif name in rule_names:
+            options = {"rules": EngineRules(**fields)}
+        message = refusal(lambda x=served, more=options: api.Engine(x, **more))
         assert message.startswith(f"{name}={validation.format_value(value)} {wanted}")
 
 
@@ -710,7 +715,7 @@ def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
         fields["request_id"] = rng.choice([*VALUES, 10**6, np.int32(10**6 + 1)])
     if rng.random() < 0.2:
         fields["arrival_s"] = rng.choice([*VALUES, engine.now() + 0.01])
-    num = len(engine.core.tracker.records)
+    num = len(engine.tracker.records)
     try:
         if len(prompts) > 1:
             asks = [drawn_sampling(rng) for _ in prompts]
@@ -720,7 +725,7 @@ def tried(engine: jaxkv.Engine, rng: random.Random) -> set[int]:
         name = engine.submit(prompts[0], drawn_sampling(rng), **fields)
     except ValueError as error:
         check_line(str(error))
-        assert len(engine.core.tracker.records) == num
+        assert len(engine.tracker.records) == num
         return set()
     if fields.get("arrival_s") is not None and fields["arrival_s"] > engine.now() + 1:
         engine.cancel(name)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jaxkv
-from jaxkv.engine import EngineConfig
+from jaxkv.engine import EngineConfig, EngineParts
 from jaxkv.memory import Rows
 from jaxkv.models import ModelConfig, PagedForward, make_model_pages
 from jaxkv.parallel import layout, tensor
@@ -78,7 +78,7 @@ def engine_on(
         )
     pages = make_model_pages(config, bounds)
     forward = PagedForward(config)
-    return jaxkv.Engine(params, forward, pages, bounds, mesh=mesh)
+    return jaxkv.Engine(EngineParts(params, forward, pages, bounds, mesh=mesh))
 
 
 def answers_of(engine: jaxkv.Engine) -> list[Any]:
@@ -90,7 +90,7 @@ def answers_of(engine: jaxkv.Engine) -> list[Any]:
 
 def check_the_same_everywhere(engine: jaxkv.Engine) -> None:
     """Asserts that replicated state is equal on all devices."""
-    for leaf in jax.tree.leaves(engine.core.state):
+    for leaf in jax.tree.leaves(engine.state):
         if leaf.sharding.is_fully_replicated:
             first, *others = (np.asarray(x.data) for x in leaf.addressable_shards)
             for other in others:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 import jaxkv
 from jaxkv import scheduling
+from jaxkv.engine import EngineParts, EngineRules
 from jaxkv.models import PagedForward, make_model_pages
 from tests.support import engines
 
@@ -54,15 +55,15 @@ class Moody(NamedTuple):
 def make_engine(mood: int = PLAIN, *, tokenizer: Any = None) -> jaxkv.Engine:
     """An engine of the small model, with one of these policies."""
     pages = make_model_pages(engines.MODEL, engines.SERVED)
-    return jaxkv.Engine(
+    parts = EngineParts(
         engines.params(),
         PagedForward(engines.MODEL),
         pages,
         engines.SERVED,
-        policy=Moody(jnp.int32(mood)),
         tokenizer=tokenizer,
         eos_ids=(),
     )
+    return jaxkv.Engine(parts, EngineRules(policy=Moody(jnp.int32(mood))))
 
 
 def with_mood(engine: jaxkv.Engine, mood: int) -> jaxkv.Engine:

@@ -13,11 +13,11 @@ import numpy as np
 
 from experiments.bench import peer_main
 from experiments.harness import CallTimes, host_share, record_call_times
-from jaxkv.engine import EngineConfig, StepInfo
+from jaxkv.engine import EngineConfig, EngineRules, StepInfo
 from jaxkv.memory import Pages
 from jaxkv.models import ForwardResult, LoadedModel
 from jaxkv.sampling import Sampling
-from jaxkv.serving import Engine, EngineCore
+from jaxkv.serving import Engine
 from jaxkv.speculation import Method, ModelWeights, build_speculative, parse_speculation
 
 
@@ -43,36 +43,36 @@ class TurnTiming(NamedTuple):
 
 
 @contextlib.contextmanager
-def use_forward(core: EngineCore, forward: Any, **fields: Any) -> Generator[None]:
+def use_forward(engine: Engine, forward: Any, **fields: Any) -> Generator[None]:
     """Replaces the forward pass of an engine in the context; new programs are compiled.
 
     Args:
-      core: core of the engine.
+      engine: the engine.
       forward: forward pass.
       **fields: further changes to the engine config.
     """
-    before = core.static
+    before = engine.static
     config = dataclasses.replace(before["config"], **fields)
-    core.static = before | {"forward": forward, "config": config}
+    engine.static = before | {"forward": forward, "config": config}
     try:
         yield
     finally:
-        core.static = before
+        engine.static = before
 
 
-def skip_prefill(core: EngineCore, forward: Any, num_tokens: int) -> None:
+def skip_prefill(engine: Engine, forward: Any, num_tokens: int) -> None:
     """Marks the prompts of all waiting requests as prefilled, in one step.
 
     Args:
-      core: core of the engine.
+      engine: the engine.
       forward: forward pass without computation.
       num_tokens: total number of prompt tokens.
     """
-    core.compile()  # the engine's own programs first
-    budget = max(num_tokens, core.config.token_budget)
-    with use_forward(core, forward, token_budget=budget, steps_per_call=1):
-        core.dispatch()
-    core.read(core.unread[0])
+    engine.compile()  # the engine's own programs first
+    budget = max(num_tokens, engine.config.token_budget)
+    with use_forward(engine, forward, token_budget=budget, steps_per_call=1):
+        engine.dispatch()
+    engine.read(engine.unread[0])
 
 
 class DecodeCount(NamedTuple):
@@ -165,25 +165,22 @@ class JaxkvEngine:
     ):
         self.dtype = dtype
         target = ModelWeights(model.config, model.params)
-        served = build_speculative(
+        parts, speculation = build_speculative(
             target, bounds, parse_speculation(speculate), dtype=dtype
         )
         self._bounds = bounds
         self._vocab_size = model.config.vocab_size
-        self.forward = served.forward
-        self._engine = Engine(
-            served.params,
-            served.forward,
-            fill_with_random(served.pages),
-            bounds,
-            speculation=served.speculation,
-            eos_ids=(),
+        self.forward = parts.forward
+        parts = dataclasses.replace(
+            parts,
+            pages=fill_with_random(parts.pages),
             vocab_size=model.config.vocab_size,
-            keep_trace=True,
         )
+        rules = EngineRules(speculation=speculation)
+        self._engine = Engine(parts, rules, keep_trace=True)
         self._host_shares: list[float | None] = []
         start_s = time.perf_counter()
-        self._engine.core.compile()
+        self._engine.compile()
         self.compile_s = time.perf_counter() - start_s
 
     @property
@@ -262,10 +259,10 @@ class JaxkvEngine:
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
         ids = [served.submit(prompt, ask) for prompt in prompts]
         num_read = len(prompts) * len(prompts[0])
-        skip_prefill(served.core, NoOpForward(self._vocab_size), num_read)
+        skip_prefill(served, NoOpForward(self._vocab_size), num_read)
         served.trace.clear()
-        how = use_forward(served.core, forward or self.forward)
-        with record_call_times(served.core) as calls, how:
+        how = use_forward(served, forward or self.forward)
+        with record_call_times(served) as calls, how:
             end_s = time.perf_counter() + turn_s
             for _ in served.stream():
                 late = time.perf_counter() > end_s

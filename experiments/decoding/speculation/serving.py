@@ -8,7 +8,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from experiments.harness import CallTimes, Server, make_benchmark_config
-from jaxkv.engine import EngineConfig, EngineState, Speculation, StepInfo
+from jaxkv.engine import (
+    EngineConfig,
+    EngineRules,
+    EngineState,
+    Speculation,
+    StepInfo,
+)
 from jaxkv.models import LoadedModel
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Engine
@@ -161,7 +167,7 @@ def make_server(
         how = SpeculationConfig(
             method.method, draft_layers=method.layers, adaptive=method.adaptive
         )
-    served = build_speculative(
+    parts, built_speculation = build_speculative(
         ModelWeights(model.config, model.params),
         config,
         how,
@@ -169,15 +175,8 @@ def make_server(
         heads=heads,
         draft=small,
     )
-    engine = Engine(
-        served.params,
-        served.forward,
-        served.pages,
-        config,
-        eos_ids=(),
-        speculation=speculation or served.speculation,
-        keep_trace=True,
-    )
+    rules = EngineRules(speculation=speculation or built_speculation)
+    engine = Engine(parts, rules, keep_trace=True)
     if method.adaptive:
         engine.tune()
     return Server(engine, f"{method_name} {config.max_drafts}")

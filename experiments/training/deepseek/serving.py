@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from experiments.harness import Server, make_benchmark_config, measure_in_turns
 from experiments.training.deepseek.runs import DENSE, FULL_BLOCK, TrainedModel
-from jaxkv.engine import EngineConfig
+from jaxkv.engine import EngineConfig, EngineRules
 from jaxkv.models import ModelConfig, make_model_pages
 from jaxkv.progress import Progress
 from jaxkv.report import Floats, Ints, ResultTable, Texts, column, computed_column
@@ -209,7 +209,7 @@ def serve_in_turns(
                     "ratio": np.median(rates / base),
                     "tokens_per_step": first.emitted.mean(),
                     "pool_bytes": _bytes_per_token(
-                        server.engine.core.state.pages, server.engine.config
+                        server.engine.state.pages, server.engine.config
                     ),
                     "num_tokens": sum(map(len, first.answers)),
                     "num_other": sum(
@@ -238,13 +238,5 @@ def _make_engine(trained: TrainedModel, bounds: EngineConfig) -> Engine:
     params = jax.tree.map(jnp.asarray, trained.result.params)
     how = parse_speculation("mtp") if bounds.max_drafts else None
     model = ModelWeights(trained.model, params)
-    parts = build_speculative(model, bounds, how, dtype="float32")
-    return Engine(
-        parts.params,
-        parts.forward,
-        parts.pages,
-        bounds,
-        eos_ids=(),
-        speculation=parts.speculation,
-        keep_trace=True,
-    )
+    parts, speculation = build_speculative(model, bounds, how, dtype="float32")
+    return Engine(parts, EngineRules(speculation=speculation), keep_trace=True)

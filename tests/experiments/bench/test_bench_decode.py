@@ -191,13 +191,13 @@ def test_skipped_prefill_gives_the_state_of_a_real_prefill() -> None:
     bounds = experiment._bounds(config, 2, 8)
     one = jaxkv_engine.JaxkvEngine(model, bounds, "float32")
     engine = one._engine
-    before = jax.tree.map(np.array, engine.core.state.pages)
+    before = jax.tree.map(np.array, engine.state.pages)
     for name in range(2):
         engine.submit([5] * 8, Sampling.greedy(max_tokens=4), request_id=name)
     jaxkv_engine.skip_prefill(
-        engine.core, jaxkv_engine.NoOpForward(model.config.vocab_size), 16
+        engine, jaxkv_engine.NoOpForward(model.config.vocab_size), 16
     )
-    state = engine.core.state
+    state = engine.state
     np.testing.assert_array_equal(state.table.length, [8, 8])
     for leaf, held in zip(*map(jax.tree.leaves, (state.pages, before)), strict=True):
         np.testing.assert_array_equal(leaf, held)

@@ -10,6 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import memory
+from jaxkv.engine import EngineParts, EngineRules
 from jaxkv.memory import Pages
 from tests.support import engines
 
@@ -191,13 +192,8 @@ def test_all_features_inside_a_custom_jit_and_scan() -> None:
 def test_all_features_through_the_engine_class() -> None:
     params = make_params()
     engine = jaxkv.Engine(
-        params,
-        forward,
-        make_pages(),
-        CONFIG,
-        eos_ids=(END,),
-        policy=ShortestFirst(jaxkv.fcfs()),
-        logits_fn=only_digits,
+        EngineParts(params, forward, make_pages(), CONFIG, eos_ids=(END,)),
+        EngineRules(policy=ShortestFirst(jaxkv.fcfs()), logits_fn=only_digits),
     )
     done = engine.generate(PROMPTS, jaxkv.Sampling.greedy(max_tokens=20))
     for prompt, completion in zip(PROMPTS, done, strict=True):

@@ -20,6 +20,7 @@ import jaxkv
 from jaxkv import Engine, Speculation
 from jaxkv.disaggregation import Router, digests, identity
 from jaxkv.disaggregation.identity import engine_identity
+from jaxkv.engine import EngineParts, EngineRules
 from jaxkv.parallel import make_mesh
 from jaxkv.scheduling import static
 from jaxkv.speculation import NGram, Rejection, SharedNoiseVerifier, Typical
@@ -176,7 +177,7 @@ def test_the_weights_of_drafts_and_lossy_verifiers_are_compared(tmp_path: Path) 
     engine = Engine.load(TOKENIZED, **drafting, speculate="ngram")
 
     def verified(verifier: Any) -> str:
-        engine.core.static["speculation"] = Speculation(NGram(), verifier)
+        engine.rules = EngineRules(speculation=Speculation(NGram(), verifier))
         return engine_identity(engine)["speculation"]
 
     verifiers = [Typical(), Typical(epsilon=0.2), Typical(delta=0.2), Rejection()]
@@ -290,12 +291,13 @@ def test_functions_without_content_need_a_name() -> None:
     first = digests.digest_value("logits_fn", function)
     function.identity = "version 2"
     assert digests.digest_value("logits_fn", function) != first
-    engine = Engine(
+    parts = EngineParts(
         engines.params(),
         engines.PagedForward(engines.MODEL),
         engines.make_model_pages(engines.MODEL, engines.CACHED),
         engines.CACHED,
     )
+    engine = Engine(parts)
     with pytest.raises(ValueError, match="an engine without a folder has no identity"):
         engine_identity(engine)
 

@@ -148,12 +148,12 @@ def test_an_engine_that_fails_ends_its_worker() -> None:
         router = Router(launcher)
         await router.start([DECODE, DECODE])
         [broken, _] = launcher.workers.values()
-        core = broken.local._engine.engine.core
+        engine = broken.local._engine.engine
 
         def fail(*args: Any, **rules: Any) -> None:
             raise RuntimeError("the device is gone")
 
-        core._programs = core._programs._replace(run_steps=fail)
+        engine._programs = engine._programs._replace(run_steps=fail)
         coroutines = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
         answers = await asyncio.gather(*coroutines)
         assert [x.completion.tokens for x in answers] == wanted()

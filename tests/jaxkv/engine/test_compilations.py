@@ -10,6 +10,7 @@ from jax import monitoring
 
 import jaxkv
 from jaxkv import scheduling
+from jaxkv.engine import EngineParts, EngineRules
 from jaxkv.models import PagedForward, make_model_pages
 from jaxkv.scheduling import Policy
 from tests.support import engines
@@ -69,14 +70,14 @@ def every_mode(rng: np.random.Generator, ask: jaxkv.Sampling) -> jaxkv.Sampling:
 
 
 def make_engine(policy: Policy | None = None) -> jaxkv.Engine:
-    return jaxkv.Engine(
+    parts = EngineParts(
         engines.params(),
         PagedForward(MODEL, BOUNDS.numerics),
         make_model_pages(MODEL, BOUNDS),
         BOUNDS,
         vocab_size=MODEL.vocab_size,
-        policy=policy,
     )
+    return jaxkv.Engine(parts, EngineRules(policy=policy or jaxkv.fcfs()))
 
 
 @pytest.mark.thorough
@@ -145,8 +146,7 @@ def test_loading_the_same_folder_twice_compiles_once() -> None:
     # `Forward` and `EngineConfig` are compared by value, never by identity.
     folder = TOKENIZED
     one, two = (
-        jaxkv.Engine.load(folder, num_pages=8, max_length=32).core.static
-        for _ in range(2)
+        jaxkv.Engine.load(folder, num_pages=8, max_length=32).static for _ in range(2)
     )
     assert one == two
     assert hash(tuple(one.values())) == hash(tuple(two.values()))

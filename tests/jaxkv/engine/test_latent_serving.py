@@ -14,6 +14,7 @@ import jaxkv
 from jaxkv import Sampling
 from jaxkv.disaggregation import identity
 from jaxkv.engine.drafting import Speculation
+from jaxkv.engine.parts import EngineParts
 from jaxkv.engine.state import EngineConfig, init
 from jaxkv.memory import KVLayout
 from jaxkv.models import (
@@ -218,7 +219,7 @@ def test_own_module_drafts_for_a_saved_mixture(kind: Any, tmp_path: Path) -> Non
     asks = greedy(8)
     fields = {"max_drafts": 2, "token_budget": 40, "max_swap_pages": 8}
     config = sized(4, kv_dtype=kind, prefix_cache=True, **fields)
-    parts = build_speculative(
+    parts, speculation = build_speculative(
         ModelWeights(model, params), config, parse_speculation("mtp"), dtype="float32"
     )
     run = engines.serve(
@@ -228,7 +229,7 @@ def test_own_module_drafts_for_a_saved_mixture(kind: Any, tmp_path: Path) -> Non
         weights=parts.params,
         forward=parts.forward,
         state=init(config, parts.pages, ()),
-        speculation=parts.speculation,
+        speculation=speculation,
     )
     if kind == "model":
         wanted = engines.plain(asks, config, model=DEEPSEEK, weights=params)
@@ -275,7 +276,8 @@ def test_prefixes_and_snapshots_are_moved(kind: Any, tmp_path: Path) -> None:
     def engine() -> jaxkv.Engine:
         pages = make_model_pages(YARN, config)
         forward = PagedForward(YARN)
-        return jaxkv.Engine(latent_models.params(YARN), forward, pages, config)
+        parts = EngineParts(latent_models.params(YARN), forward, pages, config)
+        return jaxkv.Engine(parts)
 
     prompt = list(range(3, 30))
     ask = Sampling.greedy(max_tokens=8)
@@ -287,7 +289,7 @@ def test_prefixes_and_snapshots_are_moved(kind: Any, tmp_path: Path) -> None:
     [completion] = receiver.generate([prompt], ask)
     assert completion.num_cached == num * config.page_size
     assert completion.tokens == wanted.tokens
-    state = sender.core.state
+    state = sender.state
     folder = jaxkv.save_state(tmp_path / "state", state, config)
     empty = init(config, make_model_pages(YARN, config)).pages
     assert_same(jaxkv.load_state(folder, config, empty), state)

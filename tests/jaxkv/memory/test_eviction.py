@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.engine import EngineParts, EngineRules
 from jaxkv.memory import prefix_eviction
 from jaxkv.models import PagedForward
 from jaxkv.sampling import Sampling
@@ -78,13 +79,9 @@ def test_ranks_of_another_type_are_refused() -> None:
 
 @pytest.mark.slow
 def test_engine_uses_the_given_rule() -> None:
-    engine = jaxkv.Engine(
-        engines.params(),
-        FORWARD,
-        engines.start(CONFIG).pages,
-        CONFIG,
-        eviction=KeepPrefixes(),
-    )
+    pages = engines.start(CONFIG).pages
+    parts = EngineParts(engines.params(), FORWARD, pages, CONFIG)
+    engine = jaxkv.Engine(parts, EngineRules(eviction=KeepPrefixes()))
     cached_counts = []
     for ask in [*prompts(), *prompts()]:
         [done] = engine.generate([ask.prompt], ask.sampling)

@@ -15,7 +15,7 @@ import pytest
 import jaxkv
 from jaxkv import Sampling, memory
 from jaxkv.disaggregation import page_messages
-from jaxkv.engine import init
+from jaxkv.engine import EngineParts, init
 from jaxkv.memory import (
     DEFAULT_LAYOUT,
     KVLayout,
@@ -263,7 +263,7 @@ def test_an_engine_serves_a_layout_of_a_subclass() -> None:
     for layout in (DEFAULT_LAYOUT, row_layout.JoinedLayout()):
         pages = layout.make((*shape, model.head_dim), "float32")
         forward = PagedForward(model)
-        engine = jaxkv.Engine(weights, forward, pages, config)
+        engine = jaxkv.Engine(EngineParts(weights, forward, pages, config))
         completions = engine.generate(prompts, Sampling.greedy(max_tokens=8))
         answers.append([completion.tokens for completion in completions])
     assert answers[0] == answers[1]
@@ -299,7 +299,8 @@ def test_prefix_transfer_with_row_layout() -> None:
 
     def engine() -> jaxkv.Engine:
         pages = row_layout.make_pages(config)
-        return jaxkv.Engine(row_layout.params(), row_layout.forward, pages, config)
+        parts = EngineParts(row_layout.params(), row_layout.forward, pages, config)
+        return jaxkv.Engine(parts)
 
     prompt = list(range(3, 30))
     ask = Sampling.greedy(max_tokens=8)
@@ -313,4 +314,4 @@ def test_prefix_transfer_with_row_layout() -> None:
     assert completion.num_cached == num * config.page_size
     assert completion.tokens == wanted.tokens
     forked = sender.fork()
-    assert_same(forked.core.state.pages, sender.core.state.pages)
+    assert_same(forked.state.pages, sender.state.pages)

@@ -316,14 +316,14 @@ def test_pages_are_never_sent_nor_copied() -> None:
     for num_pages in (61, 610):
         fields = bounds | {"num_pages": num_pages}
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
-        program = engine.core.lower().compile()
+        program = engine.lower().compile()
         sent = parallel.find_collectives(program.as_text())
         # In decode, states are summed; in mixed passes devices divide the rows.
         kinds = collections.Counter(collective.kind for collective in sent)
         assert kinds == {"all-reduce": 2 * 2 + 1, "all-gather": 2, "all-to-all": 2 * 2}
         for collective in sent:
             assert all(num_pages not in sides for _, sides in collective.shapes)
-        leaves = jax.tree.leaves(engine.core.state.pages)
+        leaves = jax.tree.leaves(engine.state.pages)
         pool = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
         assert pool * 2 == sum(leaf.nbytes for leaf in leaves)
         sizes.append((program.memory_analysis().temp_size_in_bytes, pool))

@@ -30,16 +30,16 @@ def make_partial_state(engine: jaxkv.Engine) -> EngineState:
     """Returns the state while requests are in prefill, in decode and in the queue."""
     for prompt, ask in zip(PROMPTS, ASKS, strict=True):
         engine.submit(prompt, ask)
-    engine.core.step()
-    engine.core.read(engine.core.unread[0])
-    return engine.core.state
+    engine.step()
+    engine.read(engine.unread[0])
+    return engine.state
 
 
 def go_on(engine: jaxkv.Engine, state: EngineState) -> tuple[EngineState, list[Any]]:
     """Continues a state with an engine's programs; returns state and step results."""
     emitted = []
     for call in range(NUM_CALLS):
-        state, info = engine.core.run_steps(state, 1.0 + call)
+        state, info = engine.run_steps(state, 1.0 + call)
         emitted.append(jax.tree.map(np.asarray, info))
     return state, emitted
 
@@ -47,7 +47,7 @@ def go_on(engine: jaxkv.Engine, state: EngineState) -> tuple[EngineState, list[A
 def like(engine: jaxkv.Engine) -> Any:
     """Returns the shapes of the engine's pages."""
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.core.state.pages
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.state.pages
     )
 
 

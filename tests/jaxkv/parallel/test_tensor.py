@@ -236,7 +236,7 @@ def test_answers_of_eight_devices(degrees: Any, fields: Any) -> None:
     sizes: Any = {"num_pages": 20, "page_size": 8}
     engine = engine_on(config, params, mesh, **sizes)
     if degrees == {"tensor": 8}:
-        pages = engine.core.state.pages
+        pages = engine.state.pages
         assert pages.num_kv_heads == 8
         for leaf in jax.tree.leaves(pages):
             assert [x.data.shape[2] for x in leaf.addressable_shards] == [1] * 8
@@ -285,14 +285,14 @@ def test_pages_are_never_sent_nor_copied() -> None:
     for num_pages in (61, 610):
         fields: Any = bounds | {"num_pages": num_pages}
         engine = jaxkv.Engine.load(GOLDEN / "llama", mesh=mesh, **fields)
-        program = engine.core.lower().compile()
+        program = engine.lower().compile()
         for exchange in collectives.find_collectives(program.as_text()):
             assert all(num_pages not in sides for _, sides in exchange.shapes)
             assert exchange.kind in ("all-reduce", "all-gather")
         memory = program.memory_analysis()
         pool = sum(
             leaf.addressable_shards[0].data.nbytes
-            for leaf in jax.tree.leaves(engine.core.state.pages)
+            for leaf in jax.tree.leaves(engine.state.pages)
         )
         sizes.append((memory.temp_size_in_bytes, pool))
     (small, small_pool), (big, big_pool) = sizes

@@ -61,7 +61,7 @@ def tokens_of(events: list[Event]) -> list[int]:
 
 def wait_until_idle(served: AsyncEngine) -> None:
     end = time.monotonic() + 20
-    while served.engine.core.has_pending() or served.num_running:
+    while served.engine.has_pending() or served.num_running:
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -83,7 +83,7 @@ def test_invalid_key_ids_are_refused(key_id: Any) -> None:
     engine = make_engine()
     with pytest.raises(ValueError, match=r"^key_id="):
         engine.submit([5], ASK, key_id=key_id)
-    assert not engine.core.has_pending()
+    assert not engine.has_pending()
 
 
 def test_a_stream_has_the_tokens_of_a_plain_engine(served, wanted) -> None:
@@ -185,7 +185,7 @@ def test_a_failure_reaches_each_stream_once_and_later_calls_at_once(
         asks = [events_of(served, x, LONG) for x in PROMPTS[:3]]
         return await asyncio.gather(*asks, return_exceptions=True)
 
-    monkeypatch.setattr(served.engine.core, "read", fail)
+    monkeypatch.setattr(served.engine, "read", fail)
     failures = asyncio.run(ask())
     assert [type(failure) for failure in failures] == [RuntimeError] * 3
     line = "the engine has failed; FloatingPointError: the device is gone"

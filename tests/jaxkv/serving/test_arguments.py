@@ -15,9 +15,15 @@ from jax.sharding import Mesh
 
 import jaxkv
 from jaxkv import speculation, validation
-from jaxkv.engine import Speculation
+from jaxkv.engine import EngineParts, EngineRules, Speculation
 from jaxkv.engine.emitting import logit_rows
-from jaxkv.models import LoadedModel, PagedForward, load_model, save_model
+from jaxkv.models import (
+    LoadedModel,
+    PagedForward,
+    load_model,
+    make_model_pages,
+    save_model,
+)
 from jaxkv.parallel import make_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import SpeculationConfig, methods, static_tree
@@ -30,6 +36,8 @@ api: Any = types.SimpleNamespace(
 )
 api.Engine = jaxkv.Engine
 api.EngineConfig = jaxkv.EngineConfig
+api.EngineParts = EngineParts
+api.EngineRules = EngineRules
 api.Sampling = Sampling
 api.make_mesh = make_mesh
 api.load_model = load_model
@@ -161,22 +169,26 @@ def test_a_mesh_of_other_axes_is_refused(loaded: LoadedModel) -> None:
 
 
 def test_parts_of_an_engine_are_refused(engine: Any) -> None:
-    core = engine.core
-    parts = dict(params=core.params, forward=core.static["forward"])
-    parts |= dict(pages=core.state.pages, config=engine.config)
+    forward = engine.static["forward"]
+    pages = engine.state.pages
+    parts = EngineParts(engine.params, forward, pages, engine.config, vocab_size=320)
     spec: Any = Speculation
     tries: dict[str, list[Any]] = {
         "tokenizer": NO_TYPES,
         "mesh": NO_TYPES,
         "vocab_size": NO_COUNTS,
-        "speculation": NO_TYPES,
         "eos_ids": [x for x in NO_TOKENS if x is not None],
     }
     for name, values in tries.items():
         for value in values:
-            arguments = {"vocab_size": 320} | parts | {name: value}
-            message = refusal(lambda arguments=arguments: api.Engine(**arguments))
+            other_parts = dataclasses.replace(parts, **{name: value})
+            message = refusal(lambda parts=other_parts: api.Engine(parts))
             assert message.startswith(name), message
+    for value in NO_TYPES:
+        rules = api.EngineRules(speculation=value)
+        assert refusal(lambda r=rules: api.Engine(parts, r)).startswith("speculation")
+        assert refusal(lambda x=value: api.Engine(x)).startswith("parts")
+        assert refusal(lambda x=value: api.Engine(parts, x)).startswith("rules")
     fields = dataclasses.asdict(engine.config) | {"max_drafts": 2}
     config = type(engine.config)(**fields)
     for pair in (
@@ -184,10 +196,31 @@ def test_parts_of_an_engine_are_refused(engine: Any) -> None:
         spec(5, api.SharedNoiseVerifier()),
         spec(api.NGram, 6),
     ):
-        arguments = parts | {"config": config, "speculation": pair}
+        other_parts = dataclasses.replace(parts, config=config)
+        rules = EngineRules(speculation=pair)
         assert "speculation." in refusal(
-            lambda arguments=arguments: api.Engine(**arguments)
+            lambda parts=other_parts, rules=rules: api.Engine(parts, rules)
         )
+
+
+def test_parts_and_rules_one_by_one_are_read_with_a_warning(
+    loaded: LoadedModel,
+) -> None:
+    """The signature of version 0.1, which the next version will not have."""
+    config = engines.SERVED
+    model = PagedForward(loaded.config)
+    pages = make_model_pages(loaded.config, config)
+    policy = jaxkv.fcfs(preemption="swap")
+    rules: dict[str, Any] = {"policy": policy, "eviction": None}
+    with pytest.warns(DeprecationWarning, match=r"is now called Engine\(EngineParts\("):
+        engine = api.Engine(loaded.params, model, pages, config, eos_ids=(7,), **rules)
+    assert engine.eos_ids == (7,)
+    assert engine.policy is policy
+    fields = {"params": loaded.params, "forward": model, "pages": pages}
+    with pytest.warns(DeprecationWarning, match="is now called"):
+        engine = api.Engine(**fields, config=config, policy=None, keep_trace=True)
+    assert engine.eos_ids == ()
+    assert type(engine.policy) is type(jaxkv.fcfs())
 
 
 def test_another_policy_is_checked(engine: Any) -> None:
@@ -208,7 +241,7 @@ def test_another_policy_is_checked(engine: Any) -> None:
 def test_prefixes_take_tokens_of_the_vocabulary_and_salts_of_32_bits(
     engine: Any,
 ) -> None:
-    pages = jax.tree.map(lambda x: np.asarray(x)[:, :2], engine.core.state.pages)
+    pages = jax.tree.map(lambda x: np.asarray(x)[:, :2], engine.state.pages)
     calls: list[Callable[..., Any]] = [
         engine.take_prefix,
         lambda tokens, salt=0: engine.bring_prefix(tokens, pages, salt=salt),
@@ -226,7 +259,7 @@ def test_prefixes_take_tokens_of_the_vocabulary_and_salts_of_32_bits(
             f"pages={validation.format_value(value)} must be arrays"
         )
     # Token ids did not wrap: no other prefix is cached.
-    assert int(engine.core.state.prefixes.num_pinned) == 0
+    assert int(engine.state.prefixes.num_pinned) == 0
 
 
 DRAFTERS: dict[str, tuple[Any, dict[str, Any], dict[str, list[Any]]]] = {
@@ -355,7 +388,7 @@ def test_an_engine_refuses_such_logits_and_continues(
         "logits_fn returned float32[3, 1], and must return float32[3, 320]" in message
     )
     assert list(engine.stream()) == []
-    assert engine.core.tracker.is_empty()
+    assert engine.tracker.is_empty()
 
 
 # Keywords
@@ -365,7 +398,9 @@ MISSPELT: dict[str, tuple[Callable[[], Any], str]] = {
     "Engine.load": (lambda: api.Engine.load(TOKENIZED, num_page=9), "num_pages"),
     "Engine.load policy": (lambda: api.Engine.load(TOKENIZED, polcy=9), "policy"),
     "Engine.load own": (lambda: api.Engine.load(TOKENIZED, dtyp="x"), "dtype"),
-    "Engine": (lambda: api.Engine(0, 0, 0, 0, polcy=1), "policy"),
+    "Engine": (lambda: api.Engine(0, rulez=1), "rules"),
+    "EngineParts": (lambda: api.EngineParts(0, 0, 0, 0, tokeniser=1), "tokenizer"),
+    "EngineRules": (lambda: api.EngineRules(polcy=1), "policy"),
     "EngineConfig": (lambda: api.EngineConfig(max_slot=3), "max_slots"),
     "Sampling": (lambda: api.Sampling(tempature=0.0), "temperature"),
     "greedy": (lambda: api.Sampling.greedy(max_token=3), "max_tokens"),

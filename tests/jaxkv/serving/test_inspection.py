@@ -59,7 +59,7 @@ def test_the_package_lists_its_names() -> None:
 
 def test_short_forms_are_a_line(engine: jaxkv.Engine) -> None:
     [done] = engine.generate(PROMPTS[:1], GREEDY)
-    state = engine.core.state
+    state = engine.state
     trace = engine.trace
     shapes = jax.eval_shape(lambda: state)
     for value in (engine, state, shapes, done, trace, trace[0]):
@@ -198,19 +198,19 @@ def test_a_fork_continues_like_its_original(engine: jaxkv.Engine) -> None:
     engine.submit("def bisect_left(a", GREEDY, request_id=70)
     stream = engine.stream()
     first = next(stream)
-    before = len(engine.core.tracker.records)
+    before = len(engine.tracker.records)
     other = engine.fork(policy=jaxkv.fcfs(chunk_size=2))
     assert other.tokenizer is engine.tokenizer
-    assert len(other.core.tracker.records) == before == 1
+    assert len(other.tracker.records) == before == 1
 
     def remaining_tokens(events: Any) -> list[Any]:
         return [(x.request_id, x.tokens, x.text, x.reason) for x in events]
 
     assert remaining_tokens(other.stream()) == remaining_tokens(engine.stream())
     assert first.request_id == 70
-    assert other.core.state is not engine.core.state
-    engines.assert_empty(engine.core.state)
-    engines.assert_empty(other.core.state)
+    assert other.state is not engine.state
+    engines.assert_empty(engine.state)
+    engines.assert_empty(other.state)
 
 
 def test_a_restored_engine_replays(engine: jaxkv.Engine, tmp_path: Path) -> None:

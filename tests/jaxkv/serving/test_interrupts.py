@@ -57,7 +57,7 @@ def _python_handles_it() -> Iterator[None]:
 
 
 PHASES = {
-    "submit": ("submit", "_make_record", "add", "generate", "_next_id", "_validate"),
+    "submit": ("submit", "_make_record", "_add", "generate", "_assign_id", "_validate"),
     "compile": ("compile",),
     "call": ("step", "dispatch", "next_batch", "mark_submitted", "make_requests"),
     "read": ("read", "extend", "_emit", "group_emitted", "stream", "_lost_on_error"),
@@ -112,7 +112,7 @@ def work(engine: jaxkv.Engine, received: dict[int, list[int]]) -> None:
     """Submits requests in both ways; `received` collects the tokens of events by
     request.
     """
-    engine.core._compiled.clear()  # so that programs are requested again
+    engine._compiled.clear()  # so that programs are requested again
     received[engine.submit(ASKED[0], LONG, request_id=1000)] = []
     engine.generate(KNOWN, ASK)
     received[engine.submit(ASKED[1], LONG, request_id=1001)] = []
@@ -138,18 +138,18 @@ def check(engine: jaxkv.Engine, received: dict[int, list[int]], expected: dict) 
     for name, tokens in received.items():
         assert tokens == expected[tuple(ASKED[name - 1000])]
     received.clear()
-    engines.assert_empty(engine.core.state)
-    assert not np.asarray(engine.core.state.ledger.progress).any()
-    assert engine.core.tracker.is_empty()
-    assert engine.core.tracker._requests == 0
-    assert not engine.core.unread
-    assert engine.core._host.num_used == 0
+    engines.assert_empty(engine.state)
+    assert not np.asarray(engine.state.ledger.progress).any()
+    assert engine.tracker.is_empty()
+    assert engine.tracker._requests == 0
+    assert not engine.unread
+    assert engine._host.num_used == 0
     engine.trace.clear()
 
 
 def swaps(engine: jaxkv.Engine, received: dict[int, list[int]]) -> None:
     """Makes pages move to the host and back."""
-    engine.core._host._is_compiled = False
+    engine._host._is_compiled = False
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
     engine.generate(prompts, Sampling(max_tokens=55, ignore_eos=True))
 

@@ -89,7 +89,7 @@ def test_a_full_pool_takes_what_it_has_room_for() -> None:
     assert receiver.bring_prefix(PROMPT, sent) == num
     completion = answer(receiver, PROMPT)
     assert completion.num_cached == num * PAGE
-    engines.assert_empty(receiver.core.state)
+    engines.assert_empty(receiver.state)
     # While a sequence of 15 pages runs, of 24 there are 9 for two prompts' 12.
     receiver = make_engine()
     receiver.submit(others[0], Sampling.greedy(max_tokens=30, ignore_eos=True))

@@ -17,6 +17,7 @@ import tokenizers
 
 import jaxkv
 from jaxkv import Sampling
+from jaxkv.engine import EngineParts
 from jaxkv.models import LoadedModel, PagedForward, load_model, make_model_pages
 from jaxkv.serving import requests
 from jaxkv.text import ByteTokenizer, Tokenizer
@@ -72,11 +73,11 @@ def assert_idle(engine: jaxkv.Engine) -> None:
     assert list(engine.stream()) == []
     for info in engine.trace:
         engines.assert_sound(info)
-    engines.assert_empty(engine.core.state)
-    assert not np.asarray(engine.core.state.ledger.progress).any()
-    assert engine.core.tracker.is_empty()
-    assert not engine.core.tracker.has_work(1e9)
-    assert engine.core.tracker._requests == 0
+    engines.assert_empty(engine.state)
+    assert not np.asarray(engine.state.ledger.progress).any()
+    assert engine.tracker.is_empty()
+    assert not engine.tracker.has_work(1e9)
+    assert engine.tracker._requests == 0
 
 
 def plain_samples(
@@ -222,7 +223,7 @@ def test_generate_does_not_wait_for_other_requests(engine: jaxkv.Engine) -> None
     long = Sampling.greedy(max_tokens=60, ignore_eos=True)
     names = [engine.submit("x", long) for _ in range(2)]
     engine.generate(["x"], Sampling.greedy(max_tokens=1))
-    assert sorted(engine.core.tracker.records) == names
+    assert sorted(engine.tracker.records) == names
     received = listen(engine)
     assert sorted(received.done) == names
     for name, completion in received.done.items():
@@ -802,10 +803,8 @@ def test_a_broken_invariant_is_raised_with_its_step() -> None:
     engine = make_engine()
     engine.generate(["x"], Sampling.greedy(max_tokens=5))
     num_steps = sum(len(info.enough) for info in engine.trace)
-    pool = engine.core.state.pool
-    engine.core.state = engine.core.state._replace(
-        pool=pool._replace(ref=pool.ref.at[3].add(1))
-    )
+    pool = engine.state.pool
+    engine.state = engine.state._replace(pool=pool._replace(ref=pool.ref.at[3].add(1)))
     name = engine.submit("x")
     with pytest.raises(jaxkv.InvariantError) as caught:
         engine.generate(["x"])
@@ -839,9 +838,9 @@ def test_a_device_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.tree.map(lambda x: x.delete(), state.pool)
         raise jax.errors.JaxRuntimeError("INTERNAL: no device\nmore of it")
 
-    monkeypatch.setattr(engine.core._host, "compile", lambda state: None)
-    monkeypatch.setattr(engine.core._host, "exchange", fail)
-    engine.core._needs_host_swap = True
+    monkeypatch.setattr(engine._host, "compile", lambda state: None)
+    monkeypatch.setattr(engine._host, "exchange", fail)
+    engine._needs_host_swap = True
     with pytest.raises(jax.errors.JaxRuntimeError, match="no device"):
         next(engine.stream())
     is_lost(engine, "JaxRuntimeError: INTERNAL: no device")
@@ -868,7 +867,7 @@ def test_a_function_that_cannot_be_traced_changes_no_state() -> None:
     assert [completion.text for completion in completions(engine).values()] == [
         answer_text("x")
     ]
-    assert name not in engine.core.tracker.records
+    assert name not in engine.tracker.records
     assert_idle(engine)
 
 
@@ -927,12 +926,8 @@ def test_a_request_larger_than_the_pool_is_refused() -> None:
 @pytest.mark.thorough
 def test_without_a_tokenizer_there_is_no_text() -> None:
     config, params, *_ = loaded()
-    engine = jaxkv.Engine(
-        params,
-        PagedForward(config),
-        make_model_pages(config, BOUNDS),
-        BOUNDS,
-    )
+    pages = make_model_pages(config, BOUNDS)
+    engine = jaxkv.Engine(EngineParts(params, PagedForward(config), pages, BOUNDS))
     refused(engine, "text", Sampling(), "there is no tokenizer; give token ids")
     refused(engine, [1], Sampling(stop=("x",)), "stop strings need a tokenizer")
     [done] = engine.generate([[5, 6]], Sampling.greedy(max_tokens=3))
@@ -991,14 +986,11 @@ def test_many_end_tokens_load(tmp_path: Path) -> None:
 
 def test_too_many_end_tokens() -> None:
     config, params, *_ = loaded()
+    pages = make_model_pages(config, BOUNDS)
+    ids = (1, 2, 3, 4)
+    parts = EngineParts(params, PagedForward(config), pages, BOUNDS, eos_ids=ids)
     with pytest.raises(ValueError, match=r"must be at most config\.max_stop_tokens=3"):
-        jaxkv.Engine(
-            params,
-            PagedForward(config),
-            make_model_pages(config, BOUNDS),
-            BOUNDS,
-            eos_ids=(1, 2, 3, 4),
-        )
+        jaxkv.Engine(parts)
 
 
 @pytest.mark.slow
@@ -1044,7 +1036,7 @@ def test_swapping_through_the_facade(engine: jaxkv.Engine, full: jaxkv.Engine) -
     assert sum(completion.num_preempted for completion in plain) > 1
     assert not any(completion.num_recomputed for completion in done.values())
     assert any(info.asks_host[-1] for info in full.trace)
-    assert full.core._host.num_used == 0
+    assert full._host.num_used == 0
     with pytest.raises(ValueError, match="host_pages=-1 must be at least 0"):
         make_engine(host_pages=-1)
 

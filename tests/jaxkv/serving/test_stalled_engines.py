@@ -135,12 +135,12 @@ def test_a_sequence_lost_by_the_device_is_a_stall() -> None:
     engine = moods.make_engine()
     ask = jaxkv.Sampling.greedy(max_tokens=30)
     name = engine.submit([1, 2, 3], ask)
-    engine.core.step()
-    state = engine.core.state
+    engine.step()
+    state = engine.state
     lost = state.slots.sequence >= 0
     state = prefix_caching.release_slots(state, lost, None)
     empty = jnp.full_like(state.slots.sequence, -1)
-    engine.core.state = state.with_slots(state.slots._replace(sequence=empty))
+    engine.state = state.with_slots(state.slots._replace(sequence=empty))
     with pytest.raises(jaxkv.StallError, match=f"request_id={name}, 3 prompt tokens"):
         list(engine.stream())
 

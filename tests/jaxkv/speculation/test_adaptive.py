@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.engine import EngineConfig, Speculation, VerifyOutput
+from jaxkv.engine import (
+    EngineConfig,
+    EngineParts,
+    EngineRules,
+    Speculation,
+    VerifyOutput,
+)
 from jaxkv.models import PagedForward, make_model_pages
 from jaxkv.sampling import Sampling
 from jaxkv.serving import LOCAL
@@ -286,13 +292,10 @@ def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:
     config = dataclasses.replace(
         engines.SERVED, max_drafts=2, num_draft_buckets=2, debug=False, **changes
     )
-    return jaxkv.Engine(
-        engines.params(),
-        PagedForward(MODEL),
-        make_model_pages(MODEL, config),
-        config,
-        speculation=Speculation(drafter, SharedNoiseVerifier()),
-    )
+    pages = make_model_pages(MODEL, config)
+    parts = EngineParts(engines.params(), PagedForward(MODEL), pages, config)
+    speculation = Speculation(drafter, SharedNoiseVerifier())
+    return jaxkv.Engine(parts, EngineRules(speculation=speculation))
 
 
 @pytest.mark.slow
@@ -303,11 +306,11 @@ def test_a_tuned_engine_is_idle_and_answers_as_before() -> None:
     engine = engine_of(Adaptive(NGram(1, 2)), steps_per_call=2)
     before = engine.generate(prompts, ask)
     num_programs = run._cache_size()
-    guessed = np.array(engine.core.state.memory.costs.steps)
+    guessed = np.array(engine.state.memory.costs.steps)
     engine.tune()
     assert run._cache_size() == num_programs + 1  # plain steps, compiled with the rest
     engine.tune()
-    state = jax.tree.map(np.asarray, engine.core.state)
+    state = jax.tree.map(np.asarray, engine.state)
     assert not state.pool.ref.any()
     assert (state.slots.sequence < 0).all()
     assert state.memory.forced == -1

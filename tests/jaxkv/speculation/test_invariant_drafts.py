@@ -54,7 +54,7 @@ def serve(method: Any, setting: str, seed: int) -> Run:
     if method == "mtp":
         module_params = engines.params(AHEAD)["ahead"]
         model = ModelWeights(AHEAD, {**model.params, "ahead": module_params})
-    served = build_speculative(
+    parts, speculation = build_speculative(
         model,
         config,
         parse_speculation(method),
@@ -62,7 +62,6 @@ def serve(method: Any, setting: str, seed: int) -> Run:
         draft=small if method == "draft-model" else None,
         heads=heads,
     )
-    speculation = served.speculation
     assert speculation is not None
     if method == "ngram":  # random answers repeat little more than pairs
         speculation = speculation._replace(drafter=NGram(shortest=2))
@@ -72,9 +71,9 @@ def serve(method: Any, setting: str, seed: int) -> Run:
         seed,
         config=config,
         as_served=False,
-        weights=served.params,
-        state=init(config, served.pages, speculation.drafter.init(config)),
-        forward=served.forward,
+        weights=parts.params,
+        state=init(config, parts.pages, speculation.drafter.init(config)),
+        forward=parts.forward,
         speculation=speculation,
     )
 

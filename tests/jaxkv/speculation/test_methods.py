@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.engine import Speculation
+from jaxkv.engine import EngineParts, EngineRules, Speculation
 from jaxkv.models import (
     PagedForward,
     load_model,
@@ -28,7 +28,6 @@ from jaxkv.speculation import (
     HEAD_KINDS,
     DraftModel,
     EagleConfig,
-    EngineParts,
     Jacobi,
     LoadedHeads,
     Medusa,
@@ -131,13 +130,9 @@ def test_every_family_answers_as_without_drafts(family: str, tmp_path: Path) -> 
 def test_workloads_of_all_kinds_share_one_program() -> None:
     config = dataclasses.replace(engines.SERVED, max_drafts=2, debug=False)
     speculation = Speculation(NGram(1, 2), SharedNoiseVerifier())
-    engine = jaxkv.Engine(
-        engines.params(),
-        PagedForward(MODEL),
-        make_model_pages(MODEL, config),
-        config,
-        speculation=speculation,
-    )
+    pages = make_model_pages(MODEL, config)
+    parts = EngineParts(engines.params(), PagedForward(MODEL), pages, config)
+    engine = jaxkv.Engine(parts, EngineRules(speculation=speculation))
     run: Any = LOCAL.run_steps
     engine.generate([[1, 2, 3]])
     before = run._cache_size()
@@ -212,7 +207,9 @@ HEADS = LoadedHeads(MedusaConfig(target=MODEL, num_heads=2), {}, SHARES)
 OF_OTHER = HEADS._replace(config=MedusaConfig(target=OTHER))
 
 
-def served(method: Any, layers: Any = None, **models: Any) -> EngineParts:
+def build(
+    method: Any, layers: Any = None, **models: Any
+) -> tuple[EngineParts, Speculation | None]:
     config = dataclasses.replace(engines.SERVED, max_drafts=2)
     model = ModelWeights(MODEL, engines.params())
     if layers is not None:
@@ -224,34 +221,34 @@ def served(method: Any, layers: Any = None, **models: Any) -> EngineParts:
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: served("hydra"), "speculate='hydra' must be 'ngram', 'jacobi', "),
-        (lambda: served("eagle"), "needs trained heads: SpeculationConfig('eagle',"),
+        (lambda: build("hydra"), "speculate='hydra' must be 'ngram', 'jacobi', "),
+        (lambda: build("eagle"), "needs trained heads: SpeculationConfig('eagle',"),
         (
-            lambda: served("eagle", heads=HEADS),
+            lambda: build("eagle", heads=HEADS),
             "medusa heads do not go with speculate='eagle'",
         ),
         (
-            lambda: served(None, heads=HEADS),
+            lambda: build(None, heads=HEADS),
             "medusa heads do not go with speculate=None",
         ),
         (
-            lambda: served("medusa", heads=OF_OTHER),
+            lambda: build("medusa", heads=OF_OTHER),
             "the heads must be those of the model served",
         ),
         (
-            lambda: served("mtp"),
+            lambda: build("mtp"),
             "speculate='mtp' needs a model with modules for multi-token prediction",
         ),
-        (lambda: served("draft-model"), "draft must be given if, and only if"),
+        (lambda: build("draft-model"), "draft must be given if, and only if"),
         (
-            lambda: served("draft-model", draft=ModelWeights(OTHER, {})),
+            lambda: build("draft-model", draft=ModelWeights(OTHER, {})),
             "draft.config.vocab_size=60 must be the served model's 61",
         ),
         (
-            lambda: served("early-exit", layers=3),
+            lambda: build("early-exit", layers=3),
             "layers=3 must be in [1, 2]",
         ),
-        (lambda: served("ngram", layers=1), "draft_layers=1 needs the method"),
+        (lambda: build("ngram", layers=1), "draft_layers=1 needs the method"),
         (
             lambda: SpeculationConfig("eagle", draft_folder="a"),
             "draft_folder='a' needs the method 'draft-model', not 'eagle'",
@@ -278,12 +275,12 @@ def test_bad_input_is_one_line(make: Any, line: str) -> None:
 
 
 def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
-    assert served("jacobi").speculation == Speculation(Jacobi(), SharedNoiseVerifier())
-    medusa = served("medusa", heads=HEADS).speculation
+    assert build("jacobi")[1] == Speculation(Jacobi(), SharedNoiseVerifier())
+    medusa = build("medusa", heads=HEADS)[1]
     assert medusa is not None
     bush = static_tree.Topology((0, 0), (0, 1))
     assert medusa.drafter == Medusa(MedusaConfig(target=MODEL, num_heads=2), bush)
-    exits = served("early-exit").speculation
+    exits = build("early-exit")[1]
     assert exits is not None
     assert isinstance(exits.drafter, DraftModel)
     assert exits.drafter.forward == PagedForward(MODEL, layers=(0,))
@@ -295,8 +292,8 @@ def test_small_weights_are_copied_where_few_rows_are_multiplied() -> None:
     def has_both(**fields: Any) -> bool:
         bounds = dataclasses.replace(engines.SERVED, token_budget=16, **fields)
         model = ModelWeights(MODEL, engines.params())
-        speculation = build_speculative(model, bounds, dtype="float32")
-        return param_forms.has_transposed_weights(speculation.params)
+        parts, _ = build_speculative(model, bounds, dtype="float32")
+        return param_forms.has_transposed_weights(parts.params)
 
     assert has_both(max_slots=2)
     assert not has_both(max_slots=1)
@@ -322,14 +319,10 @@ def test_rejection_keeps_the_distribution_on_text() -> None:
     drafter = dataclasses.replace(
         build_self_speculative(forward, [0, 1]), shares_noise=False
     )
-    engine = jaxkv.Engine(
-        loaded.params,
-        forward,
-        make_model_pages(loaded.config, config),
-        config,
-        speculation=Speculation(drafter, Rejection()),
-        keep_trace=True,
-    )
+    pages = make_model_pages(loaded.config, config)
+    parts = EngineParts(loaded.params, forward, pages, config)
+    rules = EngineRules(speculation=Speculation(drafter, Rejection()))
+    engine = jaxkv.Engine(parts, rules, keep_trace=True)
     prompt = list(b"def read(self, size):\n    # ")
     asks = [
         Sampling(n=64, seed=i, max_tokens=3, temperature=1.6, top_p=0.98)

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.engine import EngineConfig, EngineState, init
+from jaxkv.engine import EngineConfig, EngineParts, EngineState, Speculation, init
 from jaxkv.memory import Rows
 from jaxkv.models import Experts, ModelConfig, init_params
 from jaxkv.speculation import (
-    EngineParts,
     ModelWeights,
     MTPConfig,
     build_speculative,
@@ -40,7 +39,9 @@ KNOWN = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8]]
 PASSES = ((range(2), range(7)), (range(2, 6), range(7, 11)))
 
 
-def parts_of(model: ModelConfig, weights: Any) -> EngineParts:
+def parts_of(
+    model: ModelConfig, weights: Any
+) -> tuple[EngineParts, Speculation | None]:
     return build_speculative(
         ModelWeights(model, weights),
         BOUNDS,
@@ -83,7 +84,7 @@ def state_after_passes(parts: EngineParts) -> EngineState:
 
 
 def drafted(
-    parts: EngineParts, monkeypatch: pytest.MonkeyPatch
+    parts: EngineParts, speculation: Speculation | None, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns drafts `[slots, drafts]`, and the logits that they were chosen from."""
     logits_by_step: list[np.ndarray] = []
@@ -94,9 +95,9 @@ def drafted(
         return rank(logits, *how)
 
     monkeypatch.setattr(draws, "shared_noise_logits", record)
-    assert parts.speculation is not None
+    assert speculation is not None
     propose = jax.jit(
-        parts.speculation.drafter.propose,
+        speculation.drafter.propose,
         static_argnames="config",
         compiler_options=engines.FAST_COMPILE,
     )
@@ -118,7 +119,7 @@ def test_drafts_are_those_of_the_reference(
     """One module drafts all tokens; of two modules, the second one drafts two."""
     model = dataclasses.replace(MODEL, num_ahead_layers=num_modules)
     weights = engines.params(model)
-    drafts, logits = drafted(parts_of(model, weights), monkeypatch)
+    drafts, logits = drafted(*parts_of(model, weights), monkeypatch)
     for slot, context in enumerate(KNOWN):
         draft_tokens = drafts[slot].tolist()
         wanted = ahead_reference.reference_draft_logits(
@@ -141,7 +142,7 @@ def test_first_drafts_of_mixtures_are_those_of_training(
         experts=Experts(num_experts=4, top_k=2, size=8, num_dense_layers=1),
     )
     weights = init_params(model, jax.random.key(0))
-    drafts, logits = drafted(parts_of(model, weights), monkeypatch)
+    drafts, logits = drafted(*parts_of(model, weights), monkeypatch)
     for slot, context in enumerate(KNOWN):
         tokens = jnp.asarray([[*context, int(drafts[slot, 0])]], jnp.int32)
         how: Any = {"config": model, "num_ahead": 2}
