@@ -10,10 +10,12 @@ import functools
 import io
 import itertools
 import json
+import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxkv import validation
 from jaxkv.files import columnar, decompression, tables
 from jaxkv.files.delimited import DelimitedReader, RaggedError
 
@@ -42,7 +44,9 @@ class TableBlock(NamedTuple):
     """By column, a sentence about cells with two possible readings."""
 
 
-def read_blocks(path: Path, *, block_bytes: int = BLOCK_BYTES) -> Iterator[TableBlock]:
+def read_blocks(
+    path: str | os.PathLike[str], *, block_bytes: int = BLOCK_BYTES
+) -> Iterator[TableBlock]:
     """Reads a table in blocks of rows; the format is detected by its first bytes.
 
     Args:
@@ -57,6 +61,7 @@ def read_blocks(path: Path, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Table
       RaggedError: a row of a CSV has another number of cells than its header.
       ValueError: the file cannot be read; one line with the file and the position.
     """
+    path = validation.path("path", path)
     head = _read_head(path, block_bytes)
     start = (head or b"").lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if start == b"[":
@@ -82,7 +87,9 @@ def read_blocks(path: Path, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Table
         yield from _delimited_blocks(path, sample, -(-block_bytes // _ROW_BYTES))
 
 
-def iterate_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def iterate_objects(
+    path: str | os.PathLike[str],
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Reads JSON objects one after the other: JSON lines, an array, or one object.
 
     Yields:
@@ -91,6 +98,7 @@ def iterate_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
       ValueError: the file cannot be read, or an entry is not an object; one line.
     """
+    path = validation.path("path", path)
     head = _read_head(path, BLOCK_BYTES, is_whole=True)
     if head is not None and head.lstrip().startswith(b"{"):
         lines = _read_lines(path, newline="\n")
@@ -115,12 +123,13 @@ def iterate_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, value
 
 
-def read_head(path: Path, num_bytes: int = 2**16) -> bytes:
+def read_head(path: str | os.PathLike[str], num_bytes: int = 2**16) -> bytes:
     """Returns the first bytes of a file, decompressed; none of a pipe or zstd.
 
     Raises:
       ValueError: the file cannot be read; one line with the file.
     """
+    path = validation.path("path", path)
     with tables.reading_table(path):
         file = decompression.open_decompressed(path)
         if file is None:

@@ -1,9 +1,11 @@
 """SHA-256 digests of the files below a folder."""
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jaxkv import validation
 from jaxkv.files.reading import reporting_errors
 
 DIGESTS = "SHA256SUMS"
@@ -12,13 +14,16 @@ DIGESTS = "SHA256SUMS"
 _SEAL = b"# SHA-256 of the lines above: "
 
 
-def digests(folder: Path) -> dict[str, str]:
+def digests(folder: str | os.PathLike[str]) -> dict[str, str]:
     """Returns the SHA-256 of every file below a folder, by relative path."""
+    folder = validation.path("folder", folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): _digest(path) for path in paths}
 
 
-def check_digests(folder: Path, listed: Mapping[str, object], where: str) -> None:
+def check_digests(
+    folder: str | os.PathLike[str], listed: Mapping[str, object], where: str
+) -> None:
     """Compares the files below a folder with their digests.
 
     Args:
@@ -29,6 +34,7 @@ def check_digests(folder: Path, listed: Mapping[str, object], where: str) -> Non
     Raises:
       ValueError: a file is damaged, missing or not listed; the message names the first.
     """
+    folder = validation.path("folder", folder)
     actual = digests(folder)
     for name in [*listed, *actual]:
         if name not in actual:
@@ -54,21 +60,21 @@ def write_checksums(folder: Path, *, ignored: Sequence[str] = ()) -> None:
     (folder / DIGESTS).write_bytes(_sealed("".join(lines).encode()))
 
 
-def verify_checksums(folder: Path) -> None:
+def verify_checksums(folder: str | os.PathLike[str]) -> None:
     """Compares the files below a folder with the list that `write_checksums` wrote.
 
     Raises:
       ValueError: the list or a file is damaged or missing, or a file is not listed; the
         message names the first.
     """
-    path = folder / DIGESTS
+    path = validation.path("folder", folder) / DIGESTS
     if not path.is_file():
         raise ValueError(f"{path}: is missing; it has the files' digests")
     list_digest = {DIGESTS: _digest(path)}
     check_digests(folder, _read_list(path) | list_digest, DIGESTS)
 
 
-def verify_listed(folder: Path, *names: str) -> None:
+def verify_listed(folder: str | os.PathLike[str], *names: str) -> None:
     """Compares files with the list that `write_checksums` wrote.
 
     A folder without a list, and files that are not listed, are accepted: a model comes
@@ -81,6 +87,7 @@ def verify_listed(folder: Path, *names: str) -> None:
     Raises:
       ValueError: the list or a listed file is damaged or missing; the message names it.
     """
+    folder = validation.path("folder", folder)
     path = folder / DIGESTS
     if not path.is_file():
         return

@@ -2,24 +2,28 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+
+from jaxkv import validation
 
 MAX_CHARACTERS = 2**28
 """Largest text file in characters, far above the size of any tokenizer."""
 
 
-def read_text(path: str | Path) -> str:
+def read_text(path: str | os.PathLike[str]) -> str:
     """Reads a text file of at most `MAX_CHARACTERS`."""
-    with reporting_errors(path), Path(path).open(encoding="utf-8") as file:
+    path = validation.path("path", path)
+    with reporting_errors(path), path.open(encoding="utf-8") as file:
         text = file.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"holds over {MAX_CHARACTERS:,} characters")
         return text
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a file that holds one JSON object."""
     return parse_object(read_text(path), path)
 

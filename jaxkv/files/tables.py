@@ -5,10 +5,12 @@ Cells keep the values of the file; callers interpret and check the columns.
 
 import contextlib
 import json
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxkv import validation
 from jaxkv.files import columnar, decompression, delimited
 from jaxkv.files.delimited import RaggedError as RaggedError
 from jaxkv.files.raw_table import Cell as Cell
@@ -28,7 +30,7 @@ _FOREIGN = {
 
 
 def read_table(
-    path: Path,
+    path: str | os.PathLike[str],
     *,
     max_bytes: int = MAX_FILE_BYTES,
     keep_lists: bool = False,
@@ -49,6 +51,7 @@ def read_table(
       RaggedError: a row of a CSV has another number of cells than its header.
       ValueError: the file cannot be read; one line with the file and the position.
     """
+    path = validation.path("path", path)
     with reading_table(path):
         data = decompression.read_decompressed(path, max_bytes)
         if columnar.detect_format(data):
@@ -81,12 +84,15 @@ def read_table(
     return RawTable(path, names, rows, notes)
 
 
-def read_decompressed_text(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
+def read_decompressed_text(
+    path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES
+) -> str:
     """Reads UTF-8 text, compressed or not, with or without a byte order mark.
 
     Raises:
       ValueError: the file has another format, or is larger than `max_bytes`; one line.
     """
+    path = validation.path("path", path)
     with reading_table(path):
         data = decompression.read_decompressed(path, max_bytes)
         if kind := columnar.detect_format(data):

@@ -214,12 +214,15 @@ def save_tree(
     write_tree(Path(folder), tree, checked_dtype(dtype))
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | ByteTokenizer | None:
+def load_tokenizer(
+    folder: str | os.PathLike[str],
+) -> Tokenizer | ByteTokenizer | None:
     """Reads the tokenizer of a model; None if the folder has no supported one.
 
     Raises:
       ValueError: the folder cannot be read.
     """
+    folder = validation.path("folder", folder)
     verify_listed(folder, "tokenizer.json", "tokenizer_config.json")
     return _load_tokenizer(folder, read_config(folder))[0]
 

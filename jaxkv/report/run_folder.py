@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxkv import files
+from jaxkv import files, validation
 from jaxkv.files import LOCK_FILE, WriterLock
 from jaxkv.parallel import is_first
 from jaxkv.plotting import render_figure
@@ -213,8 +213,9 @@ def abandon_run(folder: Path) -> None:
     _drop_empty(folder)
 
 
-def has_result(folder: Path) -> bool:
+def has_result(folder: str | os.PathLike[str]) -> bool:
     """Returns True if a run has written its result."""
+    folder = validation.path("folder", folder)
     return any((folder / name).exists() for name in ("result.npz", "runs.jsonl"))
 
 
@@ -274,12 +275,13 @@ def discard_earlier(folder: Path) -> None:
     shutil.rmtree(folder / EARLIER, ignore_errors=True)
 
 
-def read_run(folder: Path, experiment: Experiment) -> SavedRun:
+def read_run(folder: str | os.PathLike[str], experiment: Experiment) -> SavedRun:
     """Reads and validates a run folder; no file is unpickled.
 
     Raises:
       ValueError: a file is missing or invalid.
     """
+    folder = validation.path("folder", folder)
     path = folder / "config.json"
     config = experiment.config_loads(files.read_text(path), str(path))
     study = experiment.study_of(config)

@@ -10,12 +10,13 @@ counted.
 """
 
 import math
-from pathlib import Path
+import os
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Int32, Int64
 
+from jaxkv import validation
 from jaxkv.workloads import arrivals
 from jaxkv.workloads.agent_traces import has_agent_sessions, read_agent_sessions
 from jaxkv.workloads.chunk_ids import ChunkIds
@@ -143,7 +144,7 @@ class Recording(NamedTuple):
 
 
 def read_recording(
-    path: Path,
+    path: str | os.PathLike[str],
     *,
     skip_empty: bool = False,
     time_unit: Literal["s", "ms", "us"] | None = None,
@@ -169,6 +170,7 @@ def read_recording(
         the unit of the times or the size of the chunks is open; or no request is left.
         One line with the file and the line in it.
     """
+    path = validation.path("path", path)
     if time_unit is not None and time_unit not in SECONDS_PER_UNIT:
         raise ValueError(f"{time_unit=} must be one of {', '.join(SECONDS_PER_UNIT)}")
     if chunk_tokens is not None and not 1 <= chunk_tokens <= MAX_TOKEN_COUNT:

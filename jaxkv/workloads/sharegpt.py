@@ -1,7 +1,7 @@
 """Lengths of the conversations of ShareGPT."""
 
+import os
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -10,7 +10,9 @@ from jaxkv.files import read_decompressed_text
 from jaxkv.workloads.lengths import Lengths
 
 
-def read_sharegpt(path: Path, encode: Callable[[str], list[int]]) -> Lengths:
+def read_sharegpt(
+    path: str | os.PathLike[str], encode: Callable[[str], list[int]]
+) -> Lengths:
     """Reads the lengths of conversations: the first question and its answer.
 
     Conversations without both, or in which either has no token, are skipped.

@@ -22,9 +22,9 @@ in turn. The client may count several streamed chunks for a token: the scale of
 
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jaxkv.files import RawRow, RawTable, read_table
@@ -111,7 +111,7 @@ class MeasuredStage:
         return f"{self.run}/{self.stage}"
 
 
-def read_measured_stages(path: Path) -> tuple[MeasuredStage, ...]:
+def read_measured_stages(path: str | os.PathLike[str]) -> tuple[MeasuredStage, ...]:
     """Reads the load stages of a table with the columns of the module docstring.
 
     Warns about the first row whose numbers look like another unit.

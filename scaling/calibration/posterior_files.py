@@ -7,10 +7,12 @@ sizes of the fitted stages, so that a prediction can name its data and its range
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 
+from jaxkv import validation
 from jaxkv.files import read_json, write_atomically
 from scaling.calibration.posterior import LoadSizes, ServerPosterior
 from scaling.calibration.server_cost import (
@@ -66,13 +68,14 @@ def format_posterior(posterior: ServerPosterior) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
-def load_posterior(path: Path = PUBLISHED_SERVERS) -> ServerPosterior:
+def load_posterior(path: str | os.PathLike[str] = PUBLISHED_SERVERS) -> ServerPosterior:
     """Reads a posterior that `save_posterior` wrote.
 
     Raises:
       ValueError: the file cannot be read, is of another version of the cost model, or
         has other coefficients or other numbers of draws.
     """
+    path = validation.path("path", path)
     document = read_json(path)
     version = document.get("cost_version")
     if version != COST_VERSION:

@@ -1,5 +1,6 @@
 """Logs of training runs on disk: a table, or the folder of a sweep."""
 
+import os
 from pathlib import Path
 
 from jaxkv.files import Cell as Cell
@@ -34,6 +35,6 @@ def read_log_table(path: Path) -> RawTable:
     return table
 
 
-def read_log_text(path: Path) -> str:
+def read_log_text(path: str | os.PathLike[str]) -> str:
     """Reads text of at most `MAX_FILE_BYTES`; see `tables.read_decompressed_text`."""
     return read_decompressed_text(path, max_bytes=MAX_FILE_BYTES)

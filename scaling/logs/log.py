@@ -9,6 +9,7 @@ ignores it; `notes` counts such rows.
 
 import collections
 import math
+import os
 import re
 from collections.abc import (
     Callable,
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from jaxkv import validation
 from jaxkv.files import RawRow, RawTable
 from jaxkv.workloads import make_dataframe
 from scaling.logs import best_rates, files, rules
@@ -160,7 +162,7 @@ class Log(NamedTuple):
 
 
 def read_log(
-    path: str | Path,
+    path: str | os.PathLike[str],
     columns: LogColumns | None = None,
     *,
     needs: Iterable[str] = (),
@@ -191,7 +193,7 @@ def read_log(
       ValueError: a column is missing; a cell is not a number, or not above 0; a run
         occurs twice; or no row remains. One line with the place.
     """
-    path = Path(path)
+    path = validation.path("path", path)
     columns = columns or LogColumns()
     is_sweep = path.is_dir()
     if is_sweep and not (path / files.RUNS).exists():

@@ -5,11 +5,11 @@ that change the arithmetic but no count (activations, rotary scaling, soft caps)
 ignored. A missing key has the default of transformers.
 """
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from jaxkv import files
+from jaxkv import files, validation
 from jaxkv.models import (
     FAMILIES,
     Family,
@@ -44,13 +44,14 @@ _COUNTED_FIELDS = {
 }
 
 
-def load_shape(path: Path) -> ModelShape:
+def load_shape(path: str | os.PathLike[str]) -> ModelShape:
     """Reads a `config.json`, or the one in a folder.
 
     Raises:
       ValueError: the file cannot be read, is not JSON, or describes no known model; the
         message has the file, the key and its allowed values.
     """
+    path = validation.path("path", path)
     file = path / "config.json" if path.is_dir() else path
     raw = files.read_json(file)
     name = file.stem if file.name != "config.json" else file.resolve().parent.name

@@ -8,6 +8,7 @@ ends with the bits of an uninterrupted run.
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxkv import files, models, parallel
+from jaxkv import files, models, parallel, validation
 from jaxkv.models import Params
 from jaxkv.parallel import (
     broadcast_from_first,
@@ -285,14 +286,16 @@ class _Run:
         self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")
 
 
-def restore_checkpoint(checkpoint: Path, like: TrainState) -> TrainState:
+def restore_checkpoint(
+    checkpoint: str | os.PathLike[str], like: TrainState
+) -> TrainState:
     """Reads a checkpoint of a model and optimizer with states like `like`.
 
     Raises:
       ValueError: the checkpoint is missing, of another model or optimizer, or one of
         its files is damaged, missing or not listed.
     """
-    checkpoint = Path(checkpoint).absolute()
+    checkpoint = validation.path("checkpoint", checkpoint).absolute()
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint}: no such checkpoint")
     files.verify_checksums(checkpoint)

@@ -31,27 +31,36 @@ class NumericFunction(NamedTuple):
     parameters: dict[str, bool]
 
 
+def public_functions(root: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the functions that the packages in `root` export, and their names."""
+    for module in pkgutil.iter_modules(root.__path__, f"{root.__name__}."):
+        package = importlib.import_module(module.name) if module.ispkg else None
+        for name in () if package is None else package.__all__:
+            call = getattr(package, name)
+            if inspect.isroutine(call) or hasattr(call, "__wrapped__"):
+                yield f"{module.name}.{name}", call
+
+
+def parameter_types(call: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
+    """Returns the members of the type of each parameter."""
+    types_by_name = {}
+    for parameter in inspect.signature(call).parameters.values():
+        kind = getattr(parameter.annotation, "__value__", parameter.annotation)
+        is_union = isinstance(kind, types.UnionType)
+        types_by_name[parameter.name] = get_args(kind) if is_union else (kind,)
+    return types_by_name
+
+
 def numeric_functions(root: Any) -> Iterator[NumericFunction]:
     """Yields the functions with numbers that the packages in `root` export."""
-    packages = [
-        importlib.import_module(module.name)
-        for module in pkgutil.iter_modules(root.__path__, f"{root.__name__}.")
-        if module.ispkg
-    ]
-    for package in packages:
-        for name in package.__all__:
-            call = getattr(package, name)
-            if not inspect.isroutine(call) and not hasattr(call, "__wrapped__"):
-                continue
-            parameters = {}
-            for parameter in inspect.signature(call).parameters.values():
-                kind = getattr(parameter.annotation, "__value__", parameter.annotation)
-                is_union = isinstance(kind, types.UnionType)
-                kinds = get_args(kind) if is_union else (kind,)
-                if {int, float} & {*kinds}:
-                    parameters[parameter.name] = types.NoneType in kinds
-            if parameters:
-                yield NumericFunction(f"{package.__name__}.{name}", call, parameters)
+    for name, call in public_functions(root):
+        parameters = {
+            parameter: types.NoneType in kinds
+            for parameter, kinds in parameter_types(call).items()
+            if {int, float} & {*kinds}
+        }
+        if parameters:
+            yield NumericFunction(name, call, parameters)
 
 
 def find_faults(

@@ -5,6 +5,7 @@ unpickled.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -250,12 +251,13 @@ def _open_tensors(folder: Path) -> dict[str, tuple[Path, Any]]:
     return tensors
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Returns the safetensors files that are read, all of which exist.
 
     Raises:
       ValueError: a file is missing, or the index is not usable.
     """
+    folder = validation.path("folder", folder)
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     index = folder / INDEX
