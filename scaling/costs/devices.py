@@ -85,6 +85,7 @@ h100-pcie    80   2000   756    1513   51.2  300
 h800         80   3350   989.4  1978.9 66.9  200
 h200         141  4800   989.4  1978.9 66.9  450
 b200         180  7700   2250   4500   75    900
+rtx-pro-6000 96   1597   480    960    120    64
 mi300x       192  5300   1307.4 2614.9 163.4 64
 tpu-v5e      16   819    197    0      0     50
 tpu-v5p      95   2765   459    0      0     100
@@ -104,6 +105,12 @@ _SOURCES = {
     "h800": "as H100 with NVLink of 400 GB/s in both directions together",
     "h200": "NVIDIA H200 SXM data sheet, 2024, without sparsity",
     "b200": "NVIDIA HGX B200 data sheet, 2025, without sparsity",
+    # The data sheet has no dense rates of tensor cores. They are 4 and 8 times that of
+    # float32, as in the architecture paper for the Workstation Edition (503.8, 1007.6
+    # and 126 TFLOP/s).
+    "rtx-pro-6000": "NVIDIA RTX PRO 6000 Blackwell Server Edition data sheet, 2025; "
+    "16 and 8 bits as in NVIDIA RTX PRO Blackwell GPU Architecture, table 4, without "
+    "sparsity; PCIe 5 x16",
     "mi300x": "AMD MI300X data sheet, 2023, without sparsity; one of 7 links",
     "tpu-v5e": "Google Cloud TPU v5e documentation; one of 4 links",
     "tpu-v5p": "Google Cloud TPU v5p documentation; one of 6 links",
@@ -134,13 +141,15 @@ _REPORTED_MIB = {
     "h800": 81559,
     "h200": 143771,
     "b200": 183359,
+    "rtx-pro-6000": 97887,
     "mi300x": 196592,
 }
 """Total memory in MiB that nvidia-smi and rocm-smi report. TPUs have the data sheet's.
 
 Sources: modal-labs/modal-client, pull request 2797 (H100, A100, A10, L40S, L4, T4);
 outputs of `nvidia-smi --query-gpu=name,memory.total` and `rocm-smi --showmeminfo vram`
-in public repositories (V100 of 32 GB, H100 PCIe, H800, H200, B200, MI300X).
+in public repositories (V100 of 32 GB, H100 PCIe, H800, H200, B200, RTX PRO 6000 Server
+Edition, MI300X).
 """
 
 
@@ -166,6 +175,8 @@ _OTHER_NAMES = {
     "h100-80gb": "h100",
     "h100-sxm": "h100",
     "h200-sxm": "h200",
+    "rtx-pro-6000-blackwell-server-edition": "rtx-pro-6000",
+    "rtx-pro-6000-server": "rtx-pro-6000",
 }
 
 

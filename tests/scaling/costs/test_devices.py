@@ -18,18 +18,20 @@ def test_an_a100_turns_at_200_operations_per_byte() -> None:
 
 def test_memory_is_what_drivers_report() -> None:
     """81,559 MiB for an H100 of 80 GB; the data sheet's size where none is reported."""
-    devices_by_name = {
-        x: devices.find_device(x) for x in ("h100", "a100-80gb", "h200", "l40s")
-    }
+    names = ("h100", "a100-80gb", "h200", "l40s", "rtx-pro-6000")
+    devices_by_name = {x: devices.find_device(x) for x in names}
     mib = [x.memory_bytes / 2**20 for x in devices_by_name.values()]
-    assert mib == [81559, 81920, 143771, 46068]
-    assert [x.sheet_bytes for x in devices_by_name.values()] == [
-        80e9,
-        80e9,
-        141e9,
-        48e9,
+    assert mib == [81559, 81920, 143771, 46068, 97887]
+    assert [x.sheet_bytes / 1e9 for x in devices_by_name.values()] == [
+        80,
+        80,
+        141,
+        48,
+        96,
     ]
     assert devices.find_device("H100 80GB") == devices_by_name["h100"]
+    name = "RTX PRO 6000 Blackwell Server Edition"
+    assert devices.find_device(name) == devices_by_name["rtx-pro-6000"]
     tpu = devices.find_device("tpu-v5e")
     assert tpu.memory_bytes == tpu.sheet_bytes == 16e9
     for device in devices.DEVICES.values():
