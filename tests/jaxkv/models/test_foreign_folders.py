@@ -9,6 +9,7 @@ transformers; this one needs neither:
 """
 
 import collections
+import json
 import os
 import re
 import subprocess
@@ -99,3 +100,43 @@ def test_random_folders_agree_with_transformers(tmp_path: Path) -> None:
     }
     table = FAMILIES
     assert families == {name for name, x in table.items() if x.servable}
+
+
+READ = """
+import sys, numpy, torch, transformers
+folder, ids = sys.argv[1], [*map(int, sys.argv[2].split(","))]
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+options = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False)
+print(transformers.AutoTokenizer.from_pretrained(folder)(sys.argv[3])["input_ids"])
+print(model.generate(torch.tensor([ids]), **options)[0].tolist())
+"""
+"""Program of the peer: prints the ids of a text, and a greedy continuation."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PEER is None, reason="JAXKV_PEER_PYTHON names no Python")
+def test_transformers_reads_saved_folders(tmp_path: Path) -> None:
+    """Digests and shards change neither ids nor greedy tokens."""
+    source = checkpoints.load_model(GOLDEN / "tokenized")
+    config, params, tokenizer, _ = source
+    folder = checkpoints.save_model(
+        tmp_path / "m", config, params, tokenizer=tokenizer, max_shard_bytes=40_000
+    )
+    assert (folder / "SHA256SUMS").exists()
+    assert tokenizer is not None
+    text = "def f(x): return x + 1"
+    ids = [int(x) for x in tokenizer.encode(text)]
+    answer = subprocess.run(
+        [str(PEER), "-c", READ, str(folder), ",".join(map(str, ids)), text],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    encoded, greedy = map(json.loads, answer.stdout.splitlines())
+    assert encoded == ids
+    expected = [*ids]
+    for _ in range(8):
+        last = logits(params, jnp.asarray([expected]), config=config)[0, -1]
+        expected.append(int(jnp.argmax(last)))
+    assert greedy == expected
