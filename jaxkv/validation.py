@@ -203,7 +203,8 @@ def number(
       ValueError: the value is not a number in [low, high].
     """
     plain = _plain(value)
-    if type(plain) not in (int, float) or not low <= plain <= high:
+    is_too_large = type(plain) is int and abs(plain) >= 2**1024  # no float is
+    if type(plain) not in (int, float) or is_too_large or not low <= plain <= high:
         kind = "" if type(plain) in (int, float) else "a number, "
         raise ValueError(f"{name}={format_value(value)} must be {kind}{hint}")
     return float(plain)
@@ -342,7 +343,8 @@ def _interval(bounds: int | tuple[int, int] | str | None) -> tuple[float, float,
         low, high = map(float, bounds[1:-1].split(","))
         low = math.nextafter(low, math.inf) if bounds[0] == "(" else low
         high = math.nextafter(high, -math.inf) if bounds[-1] == ")" else high
-        return low, high, f"in {bounds}"
+        is_open = bounds[0] == "[" and bounds.endswith("inf]")
+        return low, high, f"at least {low:g}" if is_open else f"in {bounds}"
     if isinstance(bounds, int):
         return float(bounds), sys.float_info.max, f"at least {bounds} and finite"
     return math.ulp(0.0), sys.float_info.max, "above 0 and finite"

@@ -26,7 +26,8 @@ LAYERS = {
         "bench",
     ),
     "jaxkv": (
-        "arrays clock files progress validation",
+        "validation",
+        "arrays clock files progress",
         "text memory",
         "sampling scheduling",
         "ledger",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import arrays, ledger, scheduling
+from jaxkv import arrays, ledger, scheduling, validation
 from jaxkv.engine import (
     counts,
     drafting,
@@ -281,6 +281,7 @@ def plan_step(
     return state, applied
 
 
+@validation.checks_numbers()
 def run_steps(
     params: Any,
     state: EngineState,

@@ -44,6 +44,7 @@ class TableBlock(NamedTuple):
     """By column, a sentence about cells with two possible readings."""
 
 
+@validation.checks_numbers(block_bytes=validation.SIZES)
 def read_blocks(
     path: str | os.PathLike[str], *, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[TableBlock]:
@@ -123,6 +124,7 @@ def iterate_objects(
         yield number, value
 
 
+@validation.checks_numbers(num_bytes=validation.SIZES)
 def read_head(path: str | os.PathLike[str], num_bytes: int = 2**16) -> bytes:
     """Returns the first bytes of a file, decompressed; none of a pipe or zstd.
 

@@ -29,6 +29,7 @@ _FOREIGN = {
 """First bytes of unsupported formats."""
 
 
+@validation.checks_numbers(max_bytes=validation.SIZES)
 def read_table(
     path: str | os.PathLike[str],
     *,
@@ -84,6 +85,7 @@ def read_table(
     return RawTable(path, names, rows, notes)
 
 
+@validation.checks_numbers(max_bytes=validation.SIZES)
 def read_decompressed_text(
     path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES
 ) -> str:

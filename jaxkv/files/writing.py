@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxkv import validation
+
 ARRAY_OVERHEAD_BYTES = 2**20
 """Upper bound of the disk space of stored arrays in addition to their numbers, in
 bytes."""
@@ -46,6 +48,7 @@ def silencing_orbax() -> Generator[None]:
             logger.disabled = is_disabled
 
 
+@validation.checks_numbers(num_bytes=(0, 2**63))
 def check_disk_space(folder: Path, num_bytes: int) -> None:
     """Raises an error if a disk lacks the space for arrays, before any are written.
 

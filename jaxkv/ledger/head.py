@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import validation
 from jaxkv.ledger.state import (
     NO_SEQUENCE,
     Fork,
@@ -154,6 +155,7 @@ class RequestColumns(NamedTuple):
         return relative_to_clock(attributes, self.arrival[row], self.limit[row], clock)
 
 
+@validation.checks_numbers(token_budget=0)
 def observe(
     ledger: Ledger,
     head: Head,

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from jaxkv import validation
+
 NO_SEQUENCE = -1
 """Marks an empty slot, and a place in a queue without a request."""
 
@@ -105,6 +107,7 @@ class Ledger(NamedTuple):
     """A row of `SequenceEvents` for each sequence."""
 
 
+@validation.checks_numbers(num_places=0, num_sequences=0)
 def make_ledger(
     *,
     num_slots: int,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, validation
 from jaxkv.ledger.groups import Groups
 from jaxkv.ledger.head import Head
 from jaxkv.ledger.state import (
@@ -146,6 +146,7 @@ class Admission(NamedTuple):
     """Pages of these requests."""
 
 
+@validation.checks_numbers(free_pages=0)
 def admit(
     ledger: Ledger,
     head: Head,

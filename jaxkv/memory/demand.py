@@ -7,10 +7,13 @@ of sequences have shape [requests, sequences] or broadcast to it.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
+from jaxkv import validation
+
 type Size = int | Int[Array, ""]
 """A number of tokens or pages, known when a program is traced or when it runs."""
 
 
+@validation.checks_numbers()
 def pages_for(
     places: Int32[Array, "..."], *, page_size: int | Int32[Array, "..."]
 ) -> Int32[Array, "..."]:
@@ -29,6 +32,7 @@ def pages_for(
     return jnp.ceil(ratio).astype(jnp.int32)
 
 
+@validation.checks_numbers()
 def max_pages(
     prompt: Int32[Array, "*n"], limit: Int32[Array, "*n"], *, page_size: Size
 ) -> tuple[Int32[Array, "*n"], Int32[Array, "*n"]]:
@@ -41,6 +45,7 @@ def max_pages(
     return shared, pages_for(limit - 1, page_size=page_size) - shared
 
 
+@validation.checks_numbers()
 def pages_to_start(
     num_tokens: Int32[Array, "#requests sequences"],
     common: Int32[Array, " requests"],
@@ -65,6 +70,7 @@ def pages_to_start(
     return total - full * (jnp.sum(waits, axis=1, dtype=jnp.int32) - 1)
 
 
+@validation.checks_numbers()
 def pages_to_resume(
     num_tokens: Int32[Array, "#requests sequences"],
     common: Int32[Array, "#requests #sequences"],
@@ -100,6 +106,7 @@ def pages_to_resume(
     return jnp.minimum(wanted, num_pages)
 
 
+@validation.checks_numbers()
 def missing_pages(
     have: Int32[Array, "*n"], want: Int32[Array, "*n"], *, page_size: Size
 ) -> Int32[Array, "*n"]:
@@ -111,6 +118,7 @@ def missing_pages(
     return pages - pages_for(have, page_size=page_size)
 
 
+@validation.checks_numbers()
 def own_tokens(
     length: Int32[Array, "*n"], others: Int32[Array, "*n"], *, page_size: Size
 ) -> Int32[Array, "*n"]:

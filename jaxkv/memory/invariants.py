@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, validation
 from jaxkv.memory import demand, page_pool, page_table
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
@@ -47,6 +47,7 @@ _MEANING = {
 }
 
 
+@validation.checks_numbers(first_step=0)
 def raise_if_violated(violations: Violations, *, first_step: int = 0) -> None:
     """Raises an error if a step violated an invariant.
 
@@ -68,6 +69,7 @@ def raise_if_violated(violations: Violations, *, first_step: int = 0) -> None:
     raise InvariantError(f"step {first_step + broken[0]} broke invariants: {faults}")
 
 
+@validation.checks_numbers()
 def violations(
     pool: Pool,
     table: Table,
@@ -114,6 +116,7 @@ def violations(
     )
 
 
+@validation.checks_numbers()
 def shared_writes(
     pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
 ) -> Int32[Array, ""]:

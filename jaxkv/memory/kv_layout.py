@@ -383,6 +383,7 @@ def can_rotate_and_write(pages: Pages, qkv: Any) -> bool:
     )
 
 
+@validation.checks_numbers(layer=0)
 def rotate_and_write(
     pages: Pages,
     layer: Layer,

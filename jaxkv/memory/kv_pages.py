@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from jaxkv import arrays
+from jaxkv import arrays, validation
 from jaxkv.memory import page_parts
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.layered import flat_ids
@@ -129,6 +129,7 @@ class Rows(NamedTuple):
         return self.position if self.place is None else self.place
 
 
+@validation.checks_numbers()
 def locate(
     rows: Rows, *, page_size: int
 ) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
@@ -319,6 +320,7 @@ def to_host(pages: Any, page_ids: np.ndarray | slice | None = None) -> Any:
     return jax.tree.map(lambda leaf: np.asarray(leaf)[:, page_ids], pages)
 
 
+@validation.checks_numbers()
 def expand_pages(content: Any, num_pages: int, page_ids: Any) -> Any:
     """Returns host arrays of `num_pages` pages: `content` at its ids, zeros elsewhere.
 

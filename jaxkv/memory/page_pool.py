@@ -54,6 +54,7 @@ def make_pool(num_pages: int, order: Int32[Array, " pages"] | None = None) -> Po
     )
 
 
+@validation.checks_numbers()
 def allocate(
     pool: Pool, want: Int32[Array, " n"], *, max_pages: int
 ) -> tuple[Pool, Int32[Array, "n {max_pages}"], Bool[Array, ""]]:

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, validation
 from jaxkv.memory import page_pool
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table, num_pages
 
 
+@validation.checks_numbers()
 def fork(
     pool: Pool, table: Table, source: Int32[Array, " slots"], *, page_size: int
 ) -> tuple[Pool, Table]:

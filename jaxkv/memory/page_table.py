@@ -128,11 +128,13 @@ def make_table(max_slots: int, max_pages_per_slot: int) -> Table:
     )
 
 
+@validation.checks_numbers()
 def num_pages(table: Table, *, page_size: int) -> Int32[Array, " slots"]:
     """Returns the number of pages of each slot."""
     return demand.pages_for(table.length + table.ahead, page_size=page_size)
 
 
+@validation.checks_numbers()
 def needs_copy(
     pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
 ) -> Bool[Array, " slots"]:
@@ -155,6 +157,7 @@ def needs_copy(
     return rank < arrays.take(pool.ref, page, fill=0) - 1
 
 
+@validation.checks_numbers()
 def is_shared(
     pool: Pool, table: Table, num_rows: Int32[Array, " slots"], *, page_size: int
 ) -> Bool[Array, " slots"]:
@@ -167,6 +170,7 @@ def is_shared(
     return arrays.take(pool.ref, page, fill=0) > 1
 
 
+@validation.checks_numbers()
 def num_new_pages(
     pool: Pool,
     table: Table,
@@ -181,6 +185,7 @@ def num_new_pages(
     return jnp.sum(growth + copies.astype(jnp.int32), dtype=jnp.int32)
 
 
+@validation.checks_numbers()
 def reserve(
     pool: Pool,
     table: Table,
@@ -218,8 +223,6 @@ def reserve(
 
     Source: Kwon et al. 2023, arXiv:2309.06180, sections 4.3 and 4.4.
     """
-    if max_new_pages < 1:
-        raise ValueError(f"{max_new_pages=} must be at least 1")
     pages_per_slot = table.page_ids.shape[1]
     have = num_pages(table, page_size=page_size)
     growth = _growth(table, places, page_size)
@@ -275,6 +278,7 @@ def advance_lengths(table: Table, accepted: Int32[Array, " slots"]) -> Table:
     return table._replace(length=table.length + accepted, ahead=table.ahead - accepted)
 
 
+@validation.checks_numbers()
 def truncate(
     pool: Pool, table: Table, places: Int32[Array, " slots"], *, page_size: int
 ) -> tuple[Pool, Table]:

@@ -77,6 +77,7 @@ def is_out(staging: Staging) -> Bool[Array, " sequences"]:
     return staging.on_host | is_staged(staging)
 
 
+@validation.checks_numbers()
 def is_written(table: Table, *, page_size: int) -> Bool[Array, "slots pages_per_slot"]:
     """Marks the table entries whose pages hold written tokens."""
     column = jnp.arange(table.page_ids.shape[1], dtype=jnp.int32)[None, :]
@@ -84,6 +85,7 @@ def is_written(table: Table, *, page_size: int) -> Bool[Array, "slots pages_per_
     return column < used[:, None]
 
 
+@validation.checks_numbers()
 def copy_out(
     staging: Staging,
     pages: Pages,
@@ -208,6 +210,7 @@ def forget(
     )
 
 
+@validation.checks_numbers()
 def count_swap_faults(
     staging: Staging,
     group: Int32[Array, " sequences"],

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
+from jaxkv import validation
 from jaxkv.memory import Pages, Rows
 from pallas_kernels.layered import Layer
 from pallas_kernels.paged_attention import StepPlan
@@ -53,6 +54,7 @@ class Forward(Protocol):
         ...
 
 
+@validation.checks_numbers(layer=0)
 def attend(
     pages: Pages,
     layer: Layer,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv import validation
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 
@@ -29,6 +30,7 @@ def layer_kinds(config: ModelConfig) -> list[range]:
     return [kind for kind in both if kind]
 
 
+@validation.checks_numbers(index=0)
 def index_leaves(tree: Any, index: int) -> Any:
     """Returns entry `index` of the leading axis of every array."""
     return jax.tree.map(lambda x: x[index], tree)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv import validation
 from jaxkv.models import moe
 
 TENSOR = "tensor"
@@ -29,6 +30,7 @@ def sum_parts(
     return x if part >= full_size else lax.psum(x, TENSOR)
 
 
+@validation.checks_numbers()
 def embed_tokens(
     table: Float[Array, "words hidden"], tokens: Int[Array, "*rows"], num_words: int
 ) -> Float[Array, "*rows hidden"]:
@@ -47,6 +49,7 @@ def embed_own_tokens(
     return jnp.where(is_here[..., None], embeddings, jnp.zeros_like(embeddings))
 
 
+@validation.checks_numbers()
 def own_words(
     part: int, tokens: Int[Array, "*rows"]
 ) -> tuple[Int[Array, "*rows"], Bool[Array, "*rows"]]:
@@ -63,6 +66,7 @@ def gather_words(x: Float[Array, "words rows"], num_words: int) -> Float[Array, 
     return lax.all_gather(x, TENSOR, tiled=True)[:num_words]
 
 
+@validation.checks_numbers()
 def own_experts(routing: moe.Routing, *, part: int) -> moe.Routing:
     """Returns the routing to the `part` of the experts that this device has.
 

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from jaxkv import validation
 from jaxkv.models import initialization, moe, param_forms, rotary
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
@@ -328,6 +329,7 @@ def merge(config: ModelConfig, params: Params) -> Transformer:
     return nnx.merge(graph, nnx.State(params))
 
 
+@validation.checks_numbers(index=0)
 def merge_ahead(
     config: ModelConfig, params: Params, index: int
 ) -> tuple[AheadModule, Transformer]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jaxkv import models
+from jaxkv import models, validation
 from jaxkv.models import EXPERT, Routing, expert_load, own_experts
 
 
@@ -57,6 +57,7 @@ def assign_places(
     return ExpertPlaces(row, place.reshape(top_k, num_rows).T)
 
 
+@validation.checks_numbers()
 def exchange(
     x: Float[Array, "rows width"],
     routing: Routing,
@@ -91,6 +92,7 @@ def exchange(
     return jnp.sum(places.astype(share.dtype) * share, axis=1).astype(x.dtype)
 
 
+@validation.checks_numbers()
 def gather_rows(
     x: Float[Array, "rows width"],
     routing: Routing,
@@ -121,6 +123,7 @@ def gather_rows(
     return lax.psum_scatter(y, EXPERT, tiled=True)
 
 
+@validation.checks_numbers()
 def dropped_fraction(routing: Routing, *, capacity: int) -> Float[Array, ""]:
     """Returns the fraction of one device's choices that exceed the capacity."""
     load = expert_load(routing) * routing.probs.shape[0]

@@ -46,6 +46,7 @@ def experts_of(mesh: Mesh) -> int:
     return mesh.shape.get(EXPERT, 1)
 
 
+@validation.checks_numbers()
 def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> None:
     """Checks that a mesh can divide pages.
 

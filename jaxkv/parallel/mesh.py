@@ -13,6 +13,7 @@ from jaxkv.models import EXPERT, TENSOR
 from jaxkv.parallel import processes
 
 
+@validation.checks_numbers()
 def set_cpu_devices(num: int) -> None:
     """Makes JAX split a CPU into at least `num` devices, if it has not started yet.
 

@@ -145,6 +145,7 @@ def is_first() -> bool:
     return _joined.index == 0
 
 
+@validation.checks_numbers()
 def check_all_used(num_devices: int) -> None:
     """Checks that a mesh of the first devices includes a device of every process.
 
@@ -182,6 +183,7 @@ def broadcast_from_first[T](tree: T) -> T:
     return jax.tree.map(back, first_tree, local_tree)
 
 
+@validation.checks_numbers(number=(-validation.INT32, validation.INT32))
 def gather_numbers(number: int) -> list[int]:
     """Returns the numbers of all processes, in order.
 

@@ -62,6 +62,7 @@ def token_positions(length: int, *, ring: int, ulysses: int) -> Int32[Array, " p
     return lax.dynamic_slice_in_dim(every, index * part, part)
 
 
+@validation.checks_numbers()
 def ulysses_attention(
     q: Queries, k: Keys, v: Values, attend: Attend, *, degree: int
 ) -> Outputs:
@@ -94,6 +95,7 @@ def ulysses_attention(
     return change(attend(q, k, v), split_axis=1, concat_axis=2)
 
 
+@validation.checks_numbers()
 def ring_attention(
     q: Queries,
     k: Keys,

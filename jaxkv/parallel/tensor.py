@@ -116,6 +116,7 @@ def unfit_array(
     return array
 
 
+@validation.checks_numbers()
 def fit_params(config: ModelConfig, params: Params, degree: int) -> Params:
     """Applies `fit_array` to all parameters, layers not stacked."""
     return jax.tree_util.tree_map_with_path(
@@ -123,6 +124,7 @@ def fit_params(config: ModelConfig, params: Params, degree: int) -> Params:
     )
 
 
+@validation.checks_numbers()
 def unfit_params(config: ModelConfig, params: Params, degree: int) -> Params:
     """Applies `unfit_array` to all parameters, layers not stacked."""
     return jax.tree_util.tree_map_with_path(

@@ -7,6 +7,7 @@ colours of the slots that read it.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jaxkv import validation
 from jaxkv.plotting import style
 
 LINE_HEIGHT = 0.097
@@ -60,6 +61,7 @@ def draw_tag(ax: Any, box: Box, words: str) -> None:
     draw_text(ax, box.x + box.width - 0.05, box.y, words, 4.6, **look)
 
 
+@validation.checks_numbers(slot=0)
 def slot_color(slot: int) -> tuple[float, float, float]:
     """Returns the colour of a slot; the colours repeat after four slots."""
     palette = style.colors()

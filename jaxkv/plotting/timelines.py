@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxkv import validation
 from jaxkv.plotting import style
 
 HELD = "0.82"
@@ -41,6 +42,7 @@ def split_into_spans(values: Int[np.ndarray, "steps slots"]) -> Iterator[SlotSpa
                 yield SlotSpan(slot, int(column[start]), start, end)
 
 
+@validation.checks_numbers()
 def draw_slots(
     ax: Any,
     request_id: Int[np.ndarray, "steps slots"],

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxkv import files
+from jaxkv import files, validation
 from jaxkv.validation import format_unknown_name
 
 
@@ -45,6 +45,7 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"cannot be written as JSON: {value!r}")
 
 
+@validation.checks_numbers(indent=0)
 def dumps(value: Any, *, indent: int | None = 2) -> str:
     """Serializes a value as one JSON document, with non-finite numbers as `null`."""
     return json.dumps(

@@ -225,6 +225,7 @@ def mark_status(folder: Path, status: Status) -> None:
     files.write_atomically(folder / "env.json", plain_json.dumps(env))
 
 
+@validation.checks_numbers(duration_s=0)
 def finish_run(
     folder: Path,
     experiment: Experiment,

@@ -99,6 +99,7 @@ def make_beams(max_beams: int) -> Beams:
     )
 
 
+@validation.checks_numbers(max_stops=0)
 def choices(
     logits: Float[Array, "rows vocab"], *, max_beams: int, max_stops: int
 ) -> tuple[Int32[Array, "rows choices"], Float[Array, "rows choices"]]:

@@ -61,6 +61,7 @@ def request_keys(
     return jnp.stack(words, axis=-1)
 
 
+@validation.checks_numbers(purpose=0)
 def draw_key(
     key: UInt32[Array, "*rows 2"],
     sample: Int32[Array, "*rows"],

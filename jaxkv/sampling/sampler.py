@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, validation
 from jaxkv.sampling import fixed_point, random_keys, top_k, truncation
 from jaxkv.sampling.params import Params
 
@@ -112,6 +112,7 @@ def greedy(
     return Draw(jnp.where(invalid, 0, token), logprob, invalid)
 
 
+@validation.checks_numbers()
 def keep_mask(
     logits: Float[Array, "rows vocab"],
     params: Params,
@@ -162,6 +163,7 @@ def keep_mask(
     return mask & (logits > -jnp.inf) & ~invalid[:, None]
 
 
+@validation.checks_numbers()
 def probabilities(
     logits: Float[Array, "rows vocab"],
     params: Params,
@@ -196,6 +198,7 @@ def probabilities(
         return lax.cond(jnp.any(params.temperature > 0), softmax, one_hot)
 
 
+@validation.checks_numbers()
 def sample(
     logits: Float[Array, "rows vocab"],
     params: Params,
@@ -334,8 +337,9 @@ def top_logprobs(
     Raises:
       ValueError: `max_logprobs` is out of range.
     """
-    if not 1 <= max_logprobs <= logits.shape[1]:
-        raise ValueError(f"{max_logprobs=} must be in [1, {logits.shape[1]}]")
+    vocab = logits.shape[1]
+    hint = f"in [1, {vocab}]"
+    validation.integer("max_logprobs", max_logprobs, low=1, below=vocab + 1, hint=hint)
     logits = top_k.wide(logits)
     values, ids = top_k.candidates(logits, max_logprobs)
     return ids, _logprobs(logits, values)

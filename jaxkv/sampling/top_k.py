@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt
 
+from jaxkv import validation
 from pallas_kernels import devices
 
 Score = Callable[[Array, Array], Array]
@@ -87,6 +88,7 @@ def argmax_checked_in_one_pass(
     return top, token, wrong | (top == -jnp.inf)
 
 
+@validation.checks_numbers()
 def candidates(
     logits: Float[Array, "rows vocab"], num: int
 ) -> tuple[Float[Array, "rows num"], Int32[Array, "rows num"]]:
@@ -96,8 +98,6 @@ def candidates(
     token that ranks before all tokens of the remaining blocks. Do not slice the result:
     XLA would merge the slices, not recognise a top-k, and sort.
     """
-    if num < 1:
-        raise ValueError(f"max_candidates={num} must be at least 1")
     num = min(num, logits.shape[1])
     if num == 1:
         top, token = argmax(logits)

@@ -8,6 +8,8 @@ import socket
 from collections.abc import Callable, Generator
 from typing import Any
 
+from jaxkv import validation
+
 try:
     import h11
     import uvicorn
@@ -27,6 +29,7 @@ _SPARE_DESCRIPTORS = 64
 """File descriptors reserved for other uses than connections."""
 
 
+@validation.checks_numbers(port=(0, 2**16))
 def listen(host: str, port: int) -> socket.socket:
     """Binds an address; connections wait until `serve` runs.
 

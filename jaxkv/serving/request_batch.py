@@ -22,6 +22,7 @@ from jaxkv.scheduling import RequestAttributes, attribute_columns
 from jaxkv.serving import outputs, refusals
 
 
+@validation.checks_numbers()
 def make_requests(
     prompts: Sequence[Sequence[int]],
     asks: Sequence[Sampling],

@@ -144,6 +144,7 @@ class Job(NamedTuple):
     requests: RequestLoad
 
 
+@validation.checks_numbers(seconds=validation.SECONDS)
 def simulate_jobs(
     jobs: Sequence[Job],
     seconds: int | float,
@@ -186,6 +187,7 @@ def simulate_jobs(
     return answers_of_jobs
 
 
+@validation.checks_numbers(seconds=validation.SECONDS)
 def simulate_placements(
     pairs: Sequence[tuple[PhasePlacement, RequestLoad]],
     seconds: int | float,
@@ -233,6 +235,7 @@ def simulate_placements(
     return [drop_late_arrivals(x, seconds) for x in placement_times]
 
 
+@validation.checks_numbers(seconds=validation.SECONDS)
 def drop_late_arrivals(answers: RequestTiming, seconds: int | float) -> RequestTiming:
     """Excludes requests that arrive after `MEASURED_SHARE` of the time."""
     late = answers.arrival_s > MEASURED_SHARE * seconds

@@ -84,6 +84,7 @@ def _dependency_sizes(d: Dependencies) -> tuple[int, int, int]:
     return d.after.shape[1], d.followers.shape[1], d.lane_start.shape[0]
 
 
+@validation.checks_numbers()
 def pad_workload(
     workload: Workload, num: int, link_sizes: tuple[int, int, int] | None = None
 ) -> Workload:
@@ -121,6 +122,7 @@ def pad_workload(
     )
 
 
+@validation.checks_numbers(since_s=validation.SECONDS, until_s=validation.SECONDS)
 def simulate(
     members: SimulationMember,
     *,

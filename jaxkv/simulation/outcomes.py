@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxkv import clock
+from jaxkv import clock, validation
 from jaxkv.ledger import SequenceEvents, SequenceProgress
 from jaxkv.simulation import sessions
 from jaxkv.simulation.state import Simulation
@@ -52,6 +52,7 @@ class Outcome:
         return make_dataframe(per_row(values, axes))
 
 
+@validation.checks_numbers(until_s="[0, inf]")
 def read_outcomes(
     state: Simulation,
     workload: Workload,

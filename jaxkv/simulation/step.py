@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays, ledger, scheduling
+from jaxkv import arrays, ledger, scheduling, validation
 from jaxkv.clock import advance, is_past, latest
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.scheduling import NO_LIMIT, Policy
@@ -305,6 +305,7 @@ def simulate_steps(
     return state, _count_waiting(state, workload, infos, counters)
 
 
+@validation.checks_numbers()
 def simulate_workload(
     workload: Workload,
     capacity: Capacity,

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
-from jaxkv import arrays, sampling
+from jaxkv import arrays, sampling, validation
 from jaxkv.sampling import DRAFT, SAMPLE, Params, draw_key
 
 
@@ -126,5 +126,4 @@ def gumbel_top_k(
 
 
 def _check_num(num: int, vocab: int) -> None:
-    if not 1 <= num <= vocab:
-        raise ValueError(f"{num=} must be in [1, {vocab}]")
+    validation.integer("num", num, low=1, below=vocab + 1, hint=f"in [1, {vocab}]")

@@ -309,6 +309,7 @@ def make_layer_inputs(
     return states.T + multiply(params["merge"]["weight"], both.T)
 
 
+@validation.checks_numbers()
 def unroll_drafts(
     params: Params,
     target: Params,

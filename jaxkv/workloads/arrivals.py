@@ -123,12 +123,16 @@ def make_workload(
         columns["samples"] = np.full(num, samples)
     if not num or any(x.shape != (num,) for x in columns.values()):
         shapes = [x.shape for x in (arrival_s, *columns.values())]
-        raise ValueError(f"a workload needs columns of one length, not {shapes}")
+        raise ValueError(
+            "a workload needs columns of one length; arrival_s, prompt, output and "
+            f"samples have {shapes}"
+        )
     dependencies = None
     is_sent_later = np.zeros(num, bool)
     if after is not None:
         if clients is not None:
-            raise ValueError(f"{clients=} must be None for requests with `after`")
+            value = validation.format_value(clients)
+            raise ValueError(f"clients={value} must be None for requests with `after`")
         dependencies = _make_dependencies(after, delay_s, num)
         is_sent_later = np.asarray(dependencies.lane) >= 0
     elif np.any(delay_s):

@@ -219,6 +219,7 @@ ORCA = Pair(prompt=Uniform(low=32, high=512), output=Uniform(low=1, high=128))
 """Source: Yu et al. 2022 (Orca), section 6.2."""
 
 
+@validation.checks_numbers()
 def rescale_to_means(
     unit: Float[np.ndarray, "num kinds"],
     means: Float[np.ndarray, " kinds"],

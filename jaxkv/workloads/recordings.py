@@ -143,6 +143,7 @@ class Recording(NamedTuple):
         )
 
 
+@validation.checks_numbers(chunk_tokens=(1, MAX_TOKEN_COUNT + 1), answer_s_per_token=0)
 def read_recording(
     path: str | os.PathLike[str],
     *,
@@ -173,10 +174,6 @@ def read_recording(
     path = validation.path("path", path)
     if time_unit is not None and time_unit not in SECONDS_PER_UNIT:
         raise ValueError(f"{time_unit=} must be one of {', '.join(SECONDS_PER_UNIT)}")
-    if chunk_tokens is not None and not 1 <= chunk_tokens <= MAX_TOKEN_COUNT:
-        raise ValueError(f"{chunk_tokens=} must be in [1, {MAX_TOKEN_COUNT}]")
-    if not 0 <= answer_s_per_token < math.inf:
-        raise ValueError(f"{answer_s_per_token=} must be at least 0")
     if has_agent_sessions(path):
         if time_unit or chunk_tokens or answer_s_per_token:
             raise ValueError(
@@ -266,6 +263,7 @@ def num_known_chunks(recording: Recording) -> Int32[np.ndarray, " requests"]:
     return recording.chunk_ids.num_known()
 
 
+@validation.checks_numbers(cache_tokens="[0, inf]")
 def cached_tokens(
     recording: Recording, cache_tokens: int | float = math.inf
 ) -> Int32[np.ndarray, " requests"]:
@@ -284,8 +282,6 @@ def cached_tokens(
     Raises:
       ValueError: the recording has no chunk ids, or `cache_tokens` is out of range.
     """
-    if not cache_tokens >= 0:
-        raise ValueError(f"{cache_tokens=} must be at least 0 tokens")
     ids = recording.chunk_ids
     size = recording.chunk_tokens
     if ids is None or size is None:

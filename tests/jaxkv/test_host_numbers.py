@@ -9,7 +9,11 @@ import pytest
 import jaxkv
 from jaxkv import memory, workloads
 from tests.support.engines import MODEL
-from tests.support.number_arguments import find_faults, numeric_functions
+from tests.support.number_arguments import (
+    find_faults,
+    first_arguments,
+    numeric_functions,
+)
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -28,6 +32,7 @@ PAGES = memory.make_pages(
     head_dim=8,
     dtype=jnp.float32,
 )
+LOGITS = np.zeros((1, 8), np.float32)
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "memory.check_window": {"size": 8, "page_size": 4},
     "memory.make_prefix_cache": {"num_pages": 4, "page_size": 4},
@@ -76,6 +81,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "bounds": BOUNDS,
         "num": 3,
     },
+    "workloads.make_workload": {
+        "arrival_s": np.zeros(2),
+        "prompt": np.full(2, 4),
+        "output": np.full(2, 4),
+        "samples": 1,
+        "after": np.array([[-1], [0]]),
+        "delay_s": 0.0,
+    },
     "workloads.md1_waiting_s": {"rate": 1.0, "service_s": 0.5},
     "workloads.num_requests_for": {"rate": 1.0, "seconds": 5.0, "deviations": 6.0},
     "workloads.open_loop": {
@@ -92,9 +105,77 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+# Functions that read another argument before their numbers.
+OTHER_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "models.save_model": {"folder": "unused"},
+    "parallel.join_processes": {
+        "coordinator": "127.0.0.1:4000",
+        "num_processes": 2,
+        "process_id": 1,
+    },
+    "sampling.top_logprobs": {"logits": LOGITS},
+    "simulation.reservation": {"rule": "max"},
+    "speculation.draw_drafts": {"logits": LOGITS},
+}
+EXEMPT = {
+    "parts of the command line, whose options are checked": (
+        "cli.last_lines",
+        "cli.refuse_outside",
+        "cli.run_study",
+    ),
+    "rules of the router, which passes the length of a checked prompt": (
+        "disaggregation.least_work",
+        "disaggregation.prefix_affinity",
+    ),
+    "layers, whose axes are literals and whose eps is that of a checked config": (
+        "models.expand_latent",
+        "models.norm",
+        "models.rotate",
+        "models.split_heads",
+    ),
+    "coordinates of a figure, where NaN is a gap": (
+        "plotting.draw_curve",
+        "plotting.draw_reference_count",
+        "plotting.draw_reference_line",
+        "plotting.draw_ridge",
+        "plotting.draw_text",
+        "plotting.shade_band",
+    ),
+    "formats of any number, NaN and infinity included": (
+        "report.format_bytes",
+        "report.format_count",
+        "report.format_flops",
+        "report.format_percent",
+        "report.format_rate",
+        "report.format_seconds",
+    ),
+    "the message of an error, with any number": ("scheduling.stall_error",),
+    "counts by name, True included, which JAX converts": ("simulation.make_work",),
+}
+COSTLY = {
+    # Draws as many requests as are asked for.
+    "simulation.sample_requests",
+    # NaN is a documented result.
+    "workloads.load_ratio",
+}
+
+
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_host_functions_check_their_numbers(name: str) -> None:
-    # NaN is a documented result of the one; the other draws as many as are asked for.
-    is_costly = name in ("workloads.load_ratio", "simulation.sample_requests")
+    is_costly = name in COSTLY
     faults = find_faults(FUNCTIONS[name], ARGUMENTS[name], is_costly=is_costly)
+    assert faults == []
+
+
+def test_other_functions_check_their_numbers_first() -> None:
+    """New functions are included: they check their numbers, or have an exemption.
+
+    Numbers are refused before any other argument is read, so the calls cost little.
+    """
+    exempt = {name for names in EXEMPT.values() for name in names}
+    assert exempt <= {*FUNCTIONS}
+    faults = []
+    for name in sorted({*FUNCTIONS} - {*ARGUMENTS} - exempt):
+        arguments = first_arguments(FUNCTIONS[name]) | OTHER_ARGUMENTS.get(name, {})
+        faults += find_faults(FUNCTIONS[name], arguments, is_costly=True)
     assert faults == []

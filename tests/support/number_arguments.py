@@ -63,6 +63,18 @@ def numeric_functions(root: Any) -> Iterator[NumericFunction]:
             yield NumericFunction(name, call, parameters)
 
 
+def first_arguments(function: NumericFunction) -> dict[str, Any]:
+    """Returns 1 for numbers, and None for other parameters, unless they have defaults.
+
+    They suffice for a call that is refused because of a number.
+    """
+    return {
+        name: 1 if name in function.parameters else None
+        for name, parameter in inspect.signature(function.call).parameters.items()
+        if parameter.default is parameter.empty
+    }
+
+
 def find_faults(
     function: NumericFunction, arguments: Mapping[str, Any], *, is_costly: bool = False
 ) -> list[str]:
@@ -75,12 +87,16 @@ def find_faults(
 
     Returns:
       A line for each call that neither raises one line with name and value nor returns
-      finite numbers of the types of the right call.
+      finite numbers of the types of the right call. Infinity is allowed where it is the
+      default.
     """
     wanted = None if is_costly else function.call(**arguments)
     faults = []
     for name, is_optional in function.parameters.items():
-        refused = (*NO_NUMBERS, *NO_RANGE, *(() if is_optional else (None,)))
+        default = inspect.signature(function.call).parameters[name].default
+        refused = [*NO_NUMBERS, *NO_RANGE, *(() if is_optional else (None,))]
+        if default == math.inf:
+            refused.remove(math.inf)
         for value in (*refused, *(() if is_costly else ODD_NUMBERS)):
             try:
                 result = function.call(**{**arguments, name: value})

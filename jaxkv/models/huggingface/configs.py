@@ -9,6 +9,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv import validation
 from jaxkv.models.config import Experts, LatentConfig, ModelConfig
 from jaxkv.models.huggingface import harmless, positions, values
 from jaxkv.models.huggingface.families import FAMILIES, Family
@@ -88,6 +89,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**fields, experts=experts)
 
 
+@validation.checks_numbers(high=validation.SIZES)
 def read_fields(
     family: Family, raw: Mapping[str, Any], high: int = values.MAX_CONFIG_SIZE
 ) -> dict[str, Any]:

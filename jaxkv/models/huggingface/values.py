@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from jaxkv import validation
+
 MAX_CONFIG_SIZE = 2**31 - 1
 """Largest size; counts and positions have 32 bits."""
 FP8_BLOCK = 128
@@ -37,6 +39,7 @@ def parse_field(key: str, field: str, value: Any, high: int = MAX_CONFIG_SIZE) -
     return parse_positive_number(key, value)
 
 
+@validation.checks_numbers(low=(0, 2**63), high=validation.SIZES)
 def parse_size(
     key: str, value: Any, *, low: int = 1, high: int = MAX_CONFIG_SIZE
 ) -> int:
