@@ -328,10 +328,11 @@ def _number_check(
 
             if isinstance(value, jax.core.Tracer):
                 return
-            is_array = isinstance(value, np.ndarray | jax.Array) and value.size
-            if has_arrays and is_array and np.asarray(value).dtype.kind in "iuf":
-                check(np.min(value))
-                value = np.max(value)  # NaN if an entry is NaN
+            if has_arrays and isinstance(value, np.ndarray | jax.Array) and value.size:
+                array = np.asarray(value)  # `np.min` of JAX's array is traced in `jit`
+                if array.dtype.kind in "iuf":
+                    check(np.min(array).item())
+                    value = np.max(array).item()  # NaN if an entry is NaN
         check(value)
 
     return check_value

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -179,3 +180,12 @@ def test_other_functions_check_their_numbers_first() -> None:
         arguments = first_arguments(FUNCTIONS[name]) | OTHER_ARGUMENTS.get(name, {})
         faults += find_faults(FUNCTIONS[name], arguments, is_costly=True)
     assert faults == []
+
+
+def test_sizes_may_be_arrays_that_a_program_closes_over() -> None:
+    size = jnp.asarray(4, jnp.int32)
+    places = jnp.arange(9, dtype=jnp.int32)
+    num_pages = jax.jit(lambda x: memory.pages_for(x, page_size=size))(places)
+    assert num_pages.tolist() == [0, 1, 1, 1, 1, 2, 2, 2, 2]
+    with pytest.raises(ValueError, match="page_size=0 must be at least 1"):
+        memory.pages_for(places, page_size=size * 0)
