@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
@@ -24,6 +24,10 @@ GROUP_THREADS = 128
 """Threads of a warpgroup."""
 ROW_ALIGNMENT = 8
 """Row granularity of TMA copies."""
+
+type Ref = Any
+"""A reference to memory, or a barrier, inside a kernel. JAX traces references as
+objects that its own annotations do not cover."""
 
 COMPILER_OPTIONS = {
     "xla_gpu_enable_command_buffer": (

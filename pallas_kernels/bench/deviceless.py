@@ -16,12 +16,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
 
 _TARGET_FILE = Path(__file__).parents[1] / "h200.txtpb"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
@@ -134,10 +136,10 @@ def make_h200_mesh(axes: Mapping[str, int]) -> Mesh:
 
 
 def compile_function(
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[..., object],
+    *args: PyTree[Array | np.ndarray | jax.ShapeDtypeStruct],
     donate_argnums: int | Sequence[int] = (),
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, bool | int | float | str] | None = None,
     mesh: Mesh | None = None,
 ) -> CompileReport:
     """Compiles a function for one H200, or for several.
@@ -159,7 +161,9 @@ def compile_function(
     mesh = make_h200_mesh({"device": 1}) if mesh is None else mesh
     replicated = NamedSharding(mesh, PartitionSpec())
 
-    def place_on_device(x: Any) -> jax.ShapeDtypeStruct:
+    def place_on_device(
+        x: Array | np.ndarray | jax.ShapeDtypeStruct,
+    ) -> jax.ShapeDtypeStruct:
         sharding = getattr(x, "sharding", None)
         sharding = (
             sharding

@@ -1,15 +1,21 @@
 """Reference formulas in the type of their arguments; `in_float64` for float64."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array
 
 
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None
+    q: Array | np.ndarray,
+    k: Array | np.ndarray,
+    v: Array | np.ndarray,
+    *,
+    causal: bool = True,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns softmax attention over whole sequences: output and log-sum-exp."""
     group = q.shape[2] // k.shape[2]
@@ -30,7 +36,7 @@ def attention(
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v), lse.transpose(0, 2, 1)
 
 
-def in_float64[T](function: Callable[..., T], *arrays: Any) -> T:
+def in_float64[T](function: Callable[..., T], *arrays: ArrayLike) -> T:
     """Calls a function of arrays in float64."""
     with jax.enable_x64(True):
         return function(*(jnp.asarray(np.asarray(x, np.float64)) for x in arrays))

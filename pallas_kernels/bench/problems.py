@@ -338,7 +338,7 @@ def _lay_out(
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _poisoned(key: jax.Array, used: Any, shape: tuple[int, ...], dtype: Any):
+def _poisoned(key: jax.Array, used: jax.Array, shape: tuple[int, ...], dtype: np.dtype):
     pages = jax.random.normal(key, shape, dtype)
     return jnp.where(used[:, None, :, None], pages, jnp.asarray(jnp.nan, dtype))
 
@@ -392,5 +392,5 @@ def _attend(
     return np.einsum("rgt,td->rgd", weights, v) / total
 
 
-def _wide(x: Any) -> np.ndarray:
+def _wide(x: jax.Array) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32), np.float64)

@@ -15,23 +15,23 @@ MAX_CASE_BYTES = 60_000_000_000
 """Largest shape of the grid: an H200 has 150 GB, and peers need a second layout."""
 
 
-def expand_specs[S](make: Callable[..., S], **values: Any) -> list[S]:
+def expand_specs[S](make: Callable[..., S], **values: object) -> list[S]:
     """Makes a spec for every combination of the values that are lists."""
     lists = [x if isinstance(x, list) else [x] for x in values.values()]
     rows = itertools.product(*lists)
     return [make(**dict(zip(values, row, strict=True))) for row in rows]
 
 
-def _both(**values: Any) -> list[GroupedSpec]:
+def _both(**values: object) -> list[GroupedSpec]:
     return expand_specs(GroupedSpec, **values, direction=["up", "down"])
 
 
-def _all(kind: str, **values: Any) -> list[Spec]:
+def _all(kind: str, **values: object) -> list[Spec]:
     values.setdefault("batch", 1)
     return expand_specs(Spec, kind=kind, **values)
 
 
-def _latent(**values: Any) -> list[Spec]:
+def _latent(**values: object) -> list[Spec]:
     values.setdefault(
         "heads", [specs.DEEPSEEK_V2_LITE_LATENT, specs.DEEPSEEK_V3_LATENT]
     )

@@ -9,7 +9,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def num_turns(num_bytes: int, kind: str) -> int:
     return max(1, -(-COLD * devices.L2_BYTES.get(kind, 0) // num_bytes))
 
 
-def measure(call: Callable[[int], Any], *, num_calls: int = 30) -> Timing:
+def measure(call: Callable[[int], object], *, num_calls: int = 30) -> Timing:
     """Times calls on the default device.
 
     Args:
@@ -168,26 +168,26 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return a @ b
 
 
-def _stopwatch(work: Callable[[], Any]) -> float:
+def _stopwatch(work: Callable[[], object]) -> float:
     """Returns the seconds until the arrays that `work` returns are ready."""
     start_s = time.perf_counter()
     jax.block_until_ready(work())
     return time.perf_counter() - start_s
 
 
-def _wall(call: Callable[[int], Any], num_calls: int) -> Timing:
+def _wall(call: Callable[[int], object], num_calls: int) -> Timing:
     turns = (functools.partial(call, index) for index in range(num_calls))
     return _timing([*map(_stopwatch, turns)], "wall")
 
 
-def _queue(call: Callable[[int], Any], num_calls: int) -> Timing:
-    def together() -> list[Any]:
+def _queue(call: Callable[[int], object], num_calls: int) -> Timing:
+    def together() -> list[object]:
         return [call(index) for index in range(num_calls)]
 
     return _timing([_stopwatch(together) / num_calls for _ in range(3)], "queue")
 
 
-def _cupti(call: Callable[[int], Any], num_calls: int) -> Timing | None:
+def _cupti(call: Callable[[int], object], num_calls: int) -> Timing | None:
     """Returns the sums of kernel times, or None if CUPTI is not available."""
     from jax.experimental.mosaic.gpu import profiler
 
@@ -211,13 +211,13 @@ class _Turns:
     their own arguments.
     """
 
-    def __init__(self, call: Callable[[int], Any]) -> None:
+    def __init__(self, call: Callable[[int], object]) -> None:
         self._calls = map(call, itertools.count())
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return next(self._calls)
 
-    def lower(self) -> Any:
+    def lower(self) -> Never:
         """Makes the object a `jax.stages.Wrapped`, the profiler's only requirement."""
         raise TypeError("several calls have no one program to lower")
 
@@ -226,7 +226,7 @@ class _Turns:
 
 def _timing(
     seconds: list[float],
-    clock: Any,
+    clock: Literal["cupti", "wall", "queue"],
     *,
     num_kernels: int | None = None,
     longest_s: float | None = None,

@@ -9,7 +9,8 @@ that over queries: Dao 2023, arXiv:2307.08691, section 3.1.
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,12 @@ class _Sizes(NamedTuple):
     """Queries of a tile."""
     tile: int
     """Keys of a tile."""
+
+
+type _CudnnResiduals = tuple[
+    Callable[..., tuple[Array, Array, Array]], Array, Array, Array
+]
+"""Pullback of cuDNN, queries, keys and values."""
 
 
 def flash_attention(
@@ -155,14 +162,16 @@ def _attend_cudnn(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, A
 
 def _forward_cudnn(
     q: CustomVJPPrimal, k: CustomVJPPrimal, v: CustomVJPPrimal, sizes: _Sizes
-) -> tuple[tuple[Array, Array], Any]:
+) -> tuple[tuple[Array, Array], _CudnnResiduals]:
     operands = q.value, k.value, v.value
     results, pull = jax.vjp(functools.partial(_cudnn, sizes=sizes), *operands)
     return results, (pull, *operands)
 
 
 def _backward_cudnn(
-    sizes: _Sizes, saved: Any, grads: tuple[Any, Any]
+    sizes: _Sizes,
+    saved: _CudnnResiduals,
+    grads: tuple[Array | SymbolicZero, Array | SymbolicZero],
 ) -> tuple[Array, Array, Array]:
     pull, *operands = saved
     full = tuple(

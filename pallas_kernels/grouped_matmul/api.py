@@ -5,7 +5,7 @@ expert form runs of rows, and one call multiplies each run by its expert's weigh
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ class _ProductConfig(NamedTuple):
     """Static settings of a product."""
 
     implementation: GroupedImplementation
-    dtype: Any
+    dtype: np.dtype
     block_rows: int | None
 
 
@@ -122,7 +122,10 @@ def choose_grouped_matmul(
 
 
 def _why_not_mosaic(
-    x: Any, w: Any, preferred_element_type: DTypeLike, numerics: str
+    x: Array | jax.ShapeDtypeStruct,
+    w: Array | jax.ShapeDtypeStruct,
+    preferred_element_type: DTypeLike,
+    numerics: str,
 ) -> str | None:
     """Returns why the Mosaic GPU kernel does not support a call, or None if it does."""
     dtype = jnp.dtype(preferred_element_type)
@@ -183,8 +186,8 @@ def _multiply(
 
 
 def _backward(
-    config: _ProductConfig, residuals: Any, gradient: Array
-) -> tuple[Array, Array, Any]:
+    config: _ProductConfig, residuals: tuple[Array, Array, Array], gradient: Array
+) -> tuple[Array, Array, np.ndarray]:
     x, w, group_sizes = residuals
     gradient = gradient.astype(x.dtype)
     back = config._replace(dtype=x.dtype)

@@ -15,6 +15,7 @@ Source: persistent programs with a copying and multiplying warpgroups, CUTLASS 3
 "warp-specialised persistent cooperative" kernels.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,13 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.devices import LINE_BYTES, ROW_ALIGNMENT, WGMMA_ROWS
+from pallas_kernels.devices import LINE_BYTES, ROW_ALIGNMENT, WGMMA_ROWS, Ref
 from pallas_kernels.grouped_matmul.blocks import DEPTH, GroupedTiling, split_row_blocks
-
-type Ref = Any
-"""A reference to memory, or a barrier, inside a kernel."""
 
 
 class _Inputs(NamedTuple):
@@ -57,12 +56,12 @@ class _Shared(NamedTuple):
 class _Item(NamedTuple):
     """A block of rows and a range of columns."""
 
-    block: Any
-    column: Any
-    group: Any
-    first: Any
-    steps: Any  # 0 for rows of no group
-    ring: Any  # number of earlier steps of this program
+    block: Array
+    column: Array
+    group: Array
+    first: Array
+    steps: Array  # 0 for rows of no group
+    ring: Array  # number of earlier steps of this program
 
 
 def multiply_mosaic_gpu(
@@ -71,7 +70,7 @@ def multiply_mosaic_gpu(
     group_sizes: Int[Array, " groups"],
     *,
     transposed: bool = False,
-    dtype: Any,
+    dtype: DTypeLike,
     tiling: GroupedTiling,
     num_programs: int,
     interpret: plgpu.InterpretGPUParams | bool = False,
@@ -126,7 +125,9 @@ def multiply_mosaic_gpu(
             plgpu.set_max_registers(few, action="decrease")
             _produce(inputs, shared, num_columns // tiling.columns, **options)
 
-    def tiled(dtype: Any) -> Any:
+    def tiled(
+        dtype: DTypeLike,
+    ) -> Sequence[plgpu.TilingTransform | plgpu.SwizzleTransform]:
         """Returns the transforms of the swizzled layout that the tensor cores read."""
         line = LINE_BYTES // jnp.dtype(dtype).itemsize
         return [plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(LINE_BYTES)]  # ty: ignore[abstract-class-instantiation]
@@ -155,7 +156,7 @@ def multiply_mosaic_gpu(
     return out[:num_rows]
 
 
-def _walk(inputs: _Inputs, num_stretches: int, panel: int, visit) -> Any:
+def _walk(inputs: _Inputs, num_stretches: int, panel: int, visit) -> Array:
     """Visits the items of this program; returns their number of steps.
 
     All warpgroups visit the same items, so that they agree on the stages of the ring.

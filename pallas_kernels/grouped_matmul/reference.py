@@ -6,11 +6,10 @@ rows of one group is multiplied by the weights of that group only, one block aft
 another.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import devices
@@ -33,7 +32,7 @@ def multiply_reference(
     group_sizes: Int[Array, " groups"],
     *,
     transposed: bool = False,
-    dtype: Any,
+    dtype: DTypeLike,
     block_rows: int | None = None,
 ) -> Float[Array, "rows columns"]:
     """Multiplies each row by the weights of its group.
@@ -89,7 +88,7 @@ def sum_outer_products(
     y: Float[Array, "rows columns"],
     group_sizes: Int[Array, " groups"],
     *,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> Float[Array, "groups width columns"]:
     """Sums x[row] y[row]^T over the rows of each group: the gradient of the weights.
 
@@ -137,7 +136,7 @@ def block_size(num_rows: int, num_groups: int) -> int:
     return min(num_rows, MAX_BLOCK, 1 << (average - 1).bit_length())
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> DTypeLike:
     """Returns the type of sums."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 

@@ -5,7 +5,7 @@ positions, writes keys and values to their pages in place, and returns the queri
 GPU it is one launch, where XLA takes eight.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from pallas_kernels import devices, layered, row_packing
 from pallas_kernels.layered import Layer
 from pallas_kernels.page_ops.write import write_rows
+from pallas_kernels.quantizing import QuantizedArray
 from pallas_kernels.row_packing import Packing
 
 type RotaryWriteImplementation = Literal["reference", "mosaic_gpu"]
@@ -140,7 +141,7 @@ def apply_rotary(
 
 def choose_rotary_write(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"] | jax.ShapeDtypeStruct,
-    k_pages: Any,
+    k_pages: Array | QuantizedArray | jax.ShapeDtypeStruct,
     implementation: RotaryWriteImplementation | None = None,
 ) -> RotaryWriteImplementation:
     """Returns the implementation that computes a call; pages may have 8 bits.
@@ -155,7 +156,7 @@ def choose_rotary_write(
 
 def rotary_write_unsupported_reason(
     qkv: Float[Array, "rows kv_heads group_and_2 head_dim"] | jax.ShapeDtypeStruct,
-    k_pages: Any,
+    k_pages: Array | QuantizedArray | jax.ShapeDtypeStruct,
 ) -> str | None:
     """Returns why the Mosaic GPU kernel does not support a call, or None if it does."""
     if str(qkv.dtype) not in ("bfloat16", "float16") or qkv.dtype != k_pages.dtype:

@@ -6,8 +6,6 @@ values to their pages. Queries are also written to the packed blocks that the de
 kernel reads.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import layered, row_packing
+from pallas_kernels.devices import Ref
 from pallas_kernels.layered import Layer
 from pallas_kernels.row_packing import Packing
 
@@ -63,7 +62,7 @@ def write_rotated_kv_mosaic_gpu(
     places = [] if packing is None else [packing.block, packing.token]
     num_places = len(places)
 
-    def one_row(*references: Any) -> None:
+    def one_row(*references: Ref) -> None:
         qkv, cos, sin, page_ids, offsets, layer, *others = references
         *places, k_pages, v_pages = others[: num_places + 2]
         q, *packed, q_low, q_high, k_low, k_high, v, arrived = others[num_places + 2 :]
@@ -88,7 +87,9 @@ def write_rotated_kv_mosaic_gpu(
             heads = pl.ds(token * group, group)
 
             @pl.when(block < blocks.shape[0])
-            def _(blocks: Any = blocks, block: Any = block, heads: Any = heads) -> None:
+            def _(
+                blocks: Ref = blocks, block: Array = block, heads: pl.Slice = heads
+            ) -> None:
                 plgpu.copy_smem_to_gmem(q_low, blocks.at[block, :, heads, low])
                 plgpu.copy_smem_to_gmem(q_high, blocks.at[block, :, heads, high])
 
@@ -131,7 +132,7 @@ def write_rotated_kv_mosaic_gpu(
     return q, packed[0] if packed else None, k_pages, v_pages
 
 
-def _rotate_pairs(low: Any, high: Any, cos: Array, sin: Array) -> None:
+def _rotate_pairs(low: Ref, high: Ref, cos: Array, sin: Array) -> None:
     """Rotates pairs of features in shared memory."""
     first = low[...].astype(jnp.float32)
     second = high[...].astype(jnp.float32)

@@ -11,13 +11,13 @@ loops of static length: derivatives are those of loops over all positions of the
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import online_softmax
@@ -40,7 +40,7 @@ MAX_TILE = 128
 on average so many rows. Wide blocks are used with `MAX_TILE` only."""
 
 
-def differentiable(attend: Callable[..., Any], *trees: Any) -> Any:
+def differentiable[T](attend: Callable[..., T], *trees: object) -> T:
     """Calls `attend`; its derivatives are those of its form with static loops.
 
     `attend` takes the trees and `is_bounded`, which is True under differentiation.
@@ -49,7 +49,7 @@ def differentiable(attend: Callable[..., Any], *trees: Any) -> Any:
     is_array = [isinstance(x, Array | np.ndarray) for x in leaves]
     arrays = [x for x, mask in zip(leaves, is_array, strict=True) if mask]
 
-    def run(is_bounded: bool, *arrays: Array) -> Any:
+    def run(is_bounded: bool, *arrays: Array) -> T:
         array_iterator = iter(arrays)
         mixed = zip(leaves, is_array, strict=True)
         operands = kind.unflatten(
@@ -60,27 +60,29 @@ def differentiable(attend: Callable[..., Any], *trees: Any) -> Any:
     plain = jax.custom_jvp(functools.partial(run, False))
 
     @plain.defjvp
-    def tangents_of(arrays: Any, tangents: Any) -> Any:
+    def tangents_of(
+        arrays: Sequence[Array], tangents: Sequence[ArrayLike]
+    ) -> tuple[T, T]:
         bounded = functools.partial(run, True)
         return plain(*arrays), jax.jvp(bounded, arrays, tangents)[1]
 
     return plain(*arrays)
 
 
-def _loop(
+def _loop[T](
     begin: Array | int,
     end: Array,
-    body: Callable[[Array, Any], Any],
-    carry: Any,
+    body: Callable[[Array, T], T],
+    carry: T,
     *,
     at_most: int,
     is_bounded: bool,
-) -> Any:
+) -> T:
     """Runs `lax.fori_loop`; if `is_bounded`, a scan over `at_most` trips, static."""
     if not is_bounded:
         return lax.fori_loop(begin, end, body, carry)
 
-    def one(carry: Any, step: Array) -> tuple[Any, None]:
+    def one(carry: T, step: Array) -> tuple[T, None]:
         index = begin + step
         run = functools.partial(body, index)
         return lax.cond(index < end, run, lambda carry: carry, carry), None

@@ -11,7 +11,7 @@ Source of the cut: Osama et al. 2023, arXiv:2301.03598 (Stream-K), section 4.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ class StreamKSchedule(NamedTuple):
     """Block with the first tile of each program, see `stretch_begin`."""
 
 
-def tile_range(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
+def tile_range(low: Array, high: Array, tile: int) -> tuple[Array, Array]:
     """Returns the first tile of positions in [low, high), and the number of tiles.
 
     Also used in kernels: for integers, or arrays of them.
@@ -107,7 +107,7 @@ def tile_range(low: Any, high: Any, tile: int) -> tuple[Any, Any]:
     return first, jnp.where(high > low, past - first, 0)
 
 
-def stretch_begin(total: Any, program: Any, tiling: Tiling) -> Any:
+def stretch_begin(total: Array, program: Array, tiling: Tiling) -> Array:
     """Returns the first tile of a program's stretch; that of the next one is its end.
 
     The lengths of stretches differ by at most one tile, except for stretches that are
@@ -119,8 +119,8 @@ def stretch_begin(total: Any, program: Any, tiling: Tiling) -> Any:
 
 
 def item_programs(
-    ends: Any, block: Any, head: Any, *, kv_heads: int, tiling: Tiling
-) -> tuple[Any, Any]:
+    ends: Array | jax.Ref, block: Array, head: Array, *, kv_heads: int, tiling: Tiling
+) -> tuple[Array, Array]:
     """Returns the first and the last program with tiles of an item.
 
     All programs in between have tiles of the item, too; 0 and -1 for an item without
@@ -158,7 +158,7 @@ def all_item_programs(
     )
 
 
-def _holder(total: Any, place: Any, tiling: Tiling) -> Any:
+def _holder(total: Array, place: Array, tiling: Tiling) -> Array:
     """Returns the program of a tile of the sequence: the inverse of `stretch_begin`."""
     busy = _num_busy(total, tiling)
     size = lax.div(total, busy)
@@ -170,7 +170,7 @@ def _holder(total: Any, place: Any, tiling: Tiling) -> Any:
     return jnp.where(behind < 0, early, longer + late)
 
 
-def _num_busy(total: Any, tiling: Tiling) -> Any:
+def _num_busy(total: Array, tiling: Tiling) -> Array:
     max_programs = lax.div(total, jnp.int32(tiling.min_tiles))
     return jnp.minimum(jnp.maximum(max_programs, 1), tiling.num_programs)
 

@@ -19,19 +19,19 @@ Source: producer and consumer warpgroups, Shah et al. 2024, arXiv:2407.08608, se
 3.1.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
 
-from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.devices import WGMMA_ROWS, Ref
 from pallas_kernels.paged_attention import decode_plan, stream_k
 from pallas_kernels.paged_attention.hopper import kv_ring, softmax
 from pallas_kernels.paged_attention.hopper.softmax import (
     MASKED,
-    Ref,
     StaticScoreTransform,
 )
 from pallas_kernels.paged_attention.stream_k import Tiling
@@ -91,9 +91,9 @@ class DecodeSharedMemory(NamedTuple):
 class _Share(NamedTuple):
     """Part of a block that one consumer computes."""
 
-    warpgroup: Any
-    product: Any  # index of its 64 rows
-    column: Any  # its first column of the output
+    warpgroup: Array
+    product: Array | int  # index of its 64 rows
+    column: Array | int  # its first column of the output
     width: int  # number of its columns
 
 
@@ -109,19 +109,19 @@ def _own_share(shared: DecodeSharedMemory, value_width: int) -> _Share:
 class _Piece(NamedTuple):
     """Tiles of one item that one program processes."""
 
-    block: Any
-    head: Any
-    tile: Any  # first tile, counted from position 0
-    take: Any  # number of tiles
-    ring: Any  # number of earlier tiles of the program
-    index: Any  # number of earlier pieces of the program
-    is_whole: Any
-    begins: Any  # True if the piece has the item's first tile
+    block: Array
+    head: Array
+    tile: Array  # first tile, counted from position 0
+    take: Array  # number of tiles
+    ring: Array  # number of earlier tiles of the program
+    index: Array  # number of earlier pieces of the program
+    is_whole: Array
+    begins: Array  # True if the piece has the item's first tile
 
 
 def _walk(
     inputs: DecodeInputs, kv_heads: int, tiling: Tiling, visit
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Visits the pieces of this program; returns the numbers of tiles and pieces.
 
     All warpgroups visit the same pieces, so that they agree on the stages of the rings.

@@ -4,38 +4,39 @@ Shared by the producers of decode and prefill. Each stage of the ring has a full
 and a free barrier.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
 
-from pallas_kernels.paged_attention.hopper.softmax import Ref
+from pallas_kernels.devices import Ref
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 
 class KeySpan(NamedTuple):
     """Keys that the rows of an item read."""
 
-    slot: Any
+    slot: Array
     """Slot of the page table."""
-    head: Any
+    head: Array
     """KV head."""
-    low: Any
+    low: Array
     """First position that any row attends to."""
-    high: Any
+    high: Array
     """One past the last position. Pages without a position in between, and ids that are
     no page of the layer, are not read; zeros are copied instead."""
 
 
 def copy_tile(
-    inputs: Any,
-    shared: Any,
+    inputs: Ref,
+    shared: Ref,
     span: KeySpan,
     *,
-    begin: Any,
-    index: Any,
+    begin: Array,
+    index: Array,
     num_layers: int,
     tiling: Tiling,
 ) -> None:
@@ -87,7 +88,7 @@ def copy_tile(
             )
 
 
-def drain_stages(num: Any, stages: int, *free: Ref) -> None:
+def drain_stages(num: Array, stages: int, *free: Ref) -> None:
     """Waits until all stages are free, so that no copy is in flight at the end.
 
     `num` is the number of fills of each ring; `free` are the rings' free barriers.

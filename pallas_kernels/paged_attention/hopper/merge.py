@@ -7,8 +7,6 @@ of each row to the layout of the output. Rows in no block are divided among the
 programs, which write zeros to them.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.devices import WGMMA_ROWS, Ref
 from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.hopper import softmax
 from pallas_kernels.paged_attention.merging import PartialStates
@@ -68,7 +66,7 @@ def merge_and_unpack_mosaic_gpu(
     shape = (rows, kv_heads * group, head_dim)
     share = -(-rows // num_blocks)
 
-    def merge_one(*references: Any) -> None:
+    def merge_one(*references: Ref) -> None:
         out, lse, part_out, part_lse, ends, row, block_of, *others = references
         merged, merged_lse, state_out, state_lse, *others = others
         result, result_lse, blank, arrived = others
@@ -80,11 +78,11 @@ def merge_and_unpack_mosaic_gpu(
         )
         num_states = last - first + 1
 
-        def ask(index: Any, packed: Any) -> None:
+        def ask(index: Array, packed: pl.Slice) -> None:
             """Starts the copy of a state: the item's result, or a partial state."""
             stage = lax.rem(index, jnp.int32(_STAGES))
 
-            def bring(outs: Any, lses: Any) -> None:
+            def bring(outs: Ref, lses: Ref) -> None:
                 held = pl.ds(0, moved)
                 target = state_out.at[stage, held]
                 source = outs.at[packed, columns]
@@ -102,7 +100,9 @@ def merge_and_unpack_mosaic_gpu(
                 place = first + index, jnp.where(index == 0, 1, 0)
                 bring(part_out.at[place], part_lse.at[place])
 
-        def merge(index: Any, state: softmax.RowState, packed: Any) -> softmax.RowState:
+        def merge(
+            index: Array, state: softmax.RowState, packed: pl.Slice
+        ) -> softmax.RowState:
             @pl.when(index + 1 < num_states)
             def _() -> None:
                 ask(index + 1, packed)
@@ -121,7 +121,7 @@ def merge_and_unpack_mosaic_gpu(
             plgpu.commit_smem()
 
             @pl.loop(block * share, jnp.minimum(block * share + share, rows))
-            def _(index: Any) -> None:
+            def _(index: Array) -> None:
                 @pl.when(block_of[index] >= num_blocks)
                 def _() -> None:
                     target = merged.at[index, pl.ds(head * group, group), columns]
@@ -131,7 +131,7 @@ def merge_and_unpack_mosaic_gpu(
             packed = pl.ds(stretch * WGMMA_ROWS, moved)
 
             @pl.when(num_states > 0)
-            def _(packed: Any = packed) -> None:
+            def _(packed: pl.Slice = packed) -> None:
                 ask(jnp.int32(0), packed)
 
             state = lax.fori_loop(
@@ -157,7 +157,9 @@ def merge_and_unpack_mosaic_gpu(
             heads = pl.ds(head * group, group)
 
             @pl.when(target < rows)
-            def _(source: Any = source, target: Any = target, heads: Any = heads):
+            def _(
+                source: Ref = source, target: Array = target, heads: pl.Slice = heads
+            ):
                 plgpu.copy_smem_to_gmem(source, merged.at[target, heads, columns])
 
         plgpu.wait_smem_to_gmem(0)
@@ -185,7 +187,9 @@ def merge_and_unpack_mosaic_gpu(
     return merged, lse
 
 
-def add_partial_state(state: softmax.RowState, out: Any, lse: Any) -> softmax.RowState:
+def add_partial_state(
+    state: softmax.RowState, out: Array, lse: Array
+) -> softmax.RowState:
     """Adds a normalized partial state, with log-sum-exp in base 2, to a running sum."""
     top = jnp.maximum(state.top, lse)
     decay = jnp.exp2(state.top - top)
@@ -198,7 +202,7 @@ def add_partial_state(state: softmax.RowState, out: Any, lse: Any) -> softmax.Ro
     )
 
 
-def finish_merge(state: softmax.RowState) -> tuple[Any, Any]:
+def finish_merge(state: softmax.RowState) -> tuple[Array, Array]:
     """Returns output and log-sum-exp in base 2; 0 and -inf for rows without a key."""
     total = jnp.where(state.total > 0, state.total, 1.0)
     out = state.out / softmax.broadcast_rows(total, state.out.shape)

@@ -8,20 +8,20 @@ become zeros.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
 
 from pallas_kernels import row_packing
-from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.devices import WGMMA_ROWS, Ref
 from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import stream_k
 from pallas_kernels.paged_attention.decode_plan import DecodePlan
 from pallas_kernels.paged_attention.hopper import merge, softmax
-from pallas_kernels.paged_attention.hopper.softmax import Ref
 from pallas_kernels.paged_attention.merging import PartialStates
 from pallas_kernels.paged_attention.stream_k import Tiling
 
@@ -82,7 +82,7 @@ def run_fused_merge(
     outputs: MergeOutputs,
     position: Ref,
     *,
-    worker: Any,
+    worker: Array,
     workers: int,
 ) -> None:
     """Processes a warpgroup's pieces; the last copies are in flight at the return.
@@ -107,7 +107,7 @@ def run_fused_merge(
     moved = math.gcd(q_heads, WGMMA_ROWS)
 
     @pl.loop(worker, rows, step=workers)
-    def _(row: Any) -> None:
+    def _(row: Array) -> None:
         @pl.when((inputs.block[row] >= num_blocks) & (position[row] < 0))
         def _() -> None:
             for head in range(0, q_heads, moved):
@@ -117,7 +117,7 @@ def run_fused_merge(
                     plgpu.copy_smem_to_gmem(source, outputs.out.at[*part])
 
     @pl.loop(worker, num_blocks * kv_heads * sides, step=workers)
-    def _(piece: Any) -> None:
+    def _(piece: Array) -> None:
         item = lax.div(piece, jnp.int32(sides))
         side = lax.rem(piece, jnp.int32(sides))
         block = lax.div(item, jnp.int32(kv_heads))
@@ -131,7 +131,7 @@ def run_fused_merge(
                 inputs.ends, block, head, kv_heads=kv_heads, tiling=inputs.tiling
             )
 
-            def add(index: Any, state: softmax.RowState) -> softmax.RowState:
+            def add(index: Array, state: softmax.RowState) -> softmax.RowState:
                 part = first + index, jnp.where(index == 0, 1, 0)
                 part_out, weight = lax.cond(
                     first == last,
@@ -152,10 +152,10 @@ def run_fused_merge(
             def _() -> None:
                 plgpu.copy_smem_to_gmem(outputs.held_lse, outputs.lse.at[block, head])
 
-            def row_at(token: Any) -> Any:
+            def row_at(token: Array) -> Array:
                 return inputs.row[block, jnp.minimum(token, tokens - 1)]
 
-            def send(token: Any) -> Any:
+            def send(token: Array) -> Array:
                 heads = pl.ds(head * group, group)
                 target = outputs.out.at[row_at(token), heads, columns]
                 source = outputs.held.at[pl.ds(token * group, group)]
@@ -170,7 +170,9 @@ def run_fused_merge(
             )
 
 
-def _load(outs: Ref, lses: Ref, place: tuple[Any, Any], columns: Any) -> Any:
+def _load(
+    outs: Ref, lses: Ref, place: tuple[Array, Array], columns: pl.Slice
+) -> tuple[Array, Array]:
     """Loads a state of 64 rows from global memory."""
     layout = plgpu.Layout.WGMMA
     source = outs.at[*place, :, columns]

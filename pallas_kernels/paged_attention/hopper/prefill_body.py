@@ -14,19 +14,19 @@ Source: Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3), sections 3.1 and 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
 
-from pallas_kernels.devices import WGMMA_ROWS
+from pallas_kernels.devices import WGMMA_ROWS, Ref
 from pallas_kernels.paged_attention import prefill_plan
 from pallas_kernels.paged_attention.hopper import kv_ring, softmax
 from pallas_kernels.paged_attention.hopper.softmax import (
     MASKED,
-    Ref,
     StaticScoreTransform,
 )
 from pallas_kernels.paged_attention.stream_k import Tiling
@@ -82,23 +82,23 @@ class PrefillSharedMemory(NamedTuple):
 class _Item(NamedTuple):
     """A tile of queries of one head."""
 
-    tile: Any
-    head: Any
-    index: Any  # number of earlier items of this program
-    ring: Any  # number of tiles of keys of earlier items
-    first: Any
-    inner: Any
-    num_inner: Any
-    num_kv: Any
+    tile: Array
+    head: Array
+    index: Array  # number of earlier items of this program
+    ring: Array  # number of tiles of keys of earlier items
+    first: Array
+    inner: Array
+    num_inner: Array
+    num_kv: Array
 
-    def kv_tile(self, i: Any) -> Any:
+    def kv_tile(self, i: Array) -> Array:
         """Returns the i-th tile of keys; tiles without a mask come first."""
         j = i - self.num_inner
         skipped = jnp.where(j >= self.inner - self.first, self.num_inner, 0)
         return jnp.where(j < 0, self.inner + i, self.first + j + skipped)
 
 
-def _walk(inputs: PrefillInputs, programs: int, visit) -> tuple[Any, Any]:
+def _walk(inputs: PrefillInputs, programs: int, visit) -> tuple[Array, Array]:
     """Visits this program's items; returns the numbers of items and tiles of keys.
 
     The order of programs reverses every round: the program with the longest item of one

@@ -10,17 +10,15 @@ Source: Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3.
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
 
-from pallas_kernels.devices import WGMMA_ROWS
-
-type Ref = Any
-"""A reference to memory, or a barrier, inside a kernel."""
+from pallas_kernels.devices import WGMMA_ROWS, Ref
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30
@@ -57,11 +55,11 @@ class StaticScoreTransform(NamedTuple):
 class RowState(NamedTuple):
     """Running state of 64 rows."""
 
-    out: Any
+    out: Array
     """Sum of weights times values: `[64, head_dim]`."""
-    top: Any
+    top: Array
     """Highest score so far: `[64]`."""
-    total: Any
+    total: Array
     """Sum of the weights: `[64]`."""
 
 
@@ -78,7 +76,9 @@ def init_rows(head_dim: int) -> RowState:
     )
 
 
-def update_rows(scores: Any, state: RowState, factor: float) -> tuple[Any, RowState]:
+def update_rows(
+    scores: Array, state: RowState, factor: float
+) -> tuple[Array, RowState]:
     """Returns the weights of a tile and the state rescaled to the new maximum.
 
     Scores, `[64, tile]`, are `MASKED` where masked, and are multiplied here by
@@ -93,7 +93,7 @@ def update_rows(scores: Any, state: RowState, factor: float) -> tuple[Any, RowSt
     )
 
 
-def scale_and_cap(products: Any, scoring: StaticScoreTransform) -> Any:
+def scale_and_cap(products: Array, scoring: StaticScoreTransform) -> Array:
     """Turns products of queries and keys into scores in base 2."""
     scores = products * scoring.scale
     if scoring.softcap is not None:
@@ -103,25 +103,25 @@ def scale_and_cap(products: Any, scoring: StaticScoreTransform) -> Any:
     return scores * LOG2E
 
 
-def key_positions(shape: tuple[int, int], begin: Any) -> Any:
+def key_positions(shape: tuple[int, int], begin: Array) -> Array:
     """Returns the position of each column of scores, the first of which is `begin`."""
     layout = plgpu.Layout.WGMMA
     return begin + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
 
 
-def broadcast_rows(values: Any, shape: tuple[int, int]) -> Any:
+def broadcast_rows(values: Array, shape: tuple[int, ...]) -> Array:
     """Broadcasts one number a row over the columns."""
     return lax.broadcast_in_dim(values, shape, [0])
 
 
-def load_row_values(numbers: Ref, shape: tuple[int, int]) -> Any:
+def load_row_values(numbers: Ref, shape: tuple[int, int]) -> Array:
     """Loads one number a row, broadcast over columns, at its use, to save registers."""
     return broadcast_rows(
         plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1)), shape
     )
 
 
-def clear_unseen(values: Ref, begin: Any, low: Any, high: Any) -> None:
+def clear_unseen(values: Ref, begin: Array, low: Array, high: Array) -> None:
     """Clears values that no row attends to: a weight of 0 times NaN is NaN.
 
     `values` is a tile in shared memory, `[tile, head_dim]`, whose first position is
@@ -147,12 +147,12 @@ def clear_unseen(values: Ref, begin: Any, low: Any, high: Any) -> None:
 
 
 def add_product(
-    out: Any,
-    weights: Any,
+    out: Array,
+    weights: Array,
     values: Ref,
     emulated: bool,
     meanwhile: Callable[[], None] = lambda: None,
-) -> Any:
+) -> Array:
     """Adds weights times values, in shared memory, to the output: `[64, head_dim]`.
 
     `emulated` is True in the emulator; `meanwhile` runs while the tensor cores

@@ -1,7 +1,6 @@
 """Setup of the attention kernels: checks, registers, layouts, barriers."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -64,11 +63,11 @@ def specialize_warpgroups(
         copy()
 
 
-def tensor_core_layout() -> Any:
+def tensor_core_layout() -> Sequence[plgpu.TilingTransform | plgpu.SwizzleTransform]:
     """Returns the swizzled layout in which the tensor cores read 16-bit numbers."""
     return [plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)]  # ty: ignore[abstract-class-instantiation]
 
 
-def make_barriers(count: int, arrivals: int) -> Any:
+def make_barriers(count: int, arrivals: int) -> plgpu.Barrier:
     """Returns barriers that complete after `arrivals` arrivals."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
