@@ -20,7 +20,11 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+if TYPE_CHECKING:
+    import numpy as np
+    from _typeshed import DataclassInstance
 
 INT32 = 2**31
 """Upper bound (exclusive) of counts held in int32."""
@@ -76,7 +80,7 @@ def format_unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
 
 
 def check_keywords(
-    function: str, arguments: Mapping[str, Any], names: Iterable[str]
+    function: str, arguments: Mapping[str, object], names: Iterable[str]
 ) -> None:
     """Checks the names of keyword arguments.
 
@@ -108,7 +112,7 @@ def suggests_keywords[T: Callable[..., Any]](function: T) -> T:
     Former spellings (`RENAMED`) are replaced, with a `DeprecationWarning`.
     """
     if isinstance(function, type):
-        decorated: Any = function
+        decorated = function
         decorated.__init__ = _suggesting(decorated.__init__, decorated.__name__)
         return function
     return _suggesting(function, getattr(function, "__qualname__", "function"))
@@ -118,7 +122,7 @@ def _suggesting(function: Any, title: str) -> Any:
     names = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def checked(*args: Any, **fields: Any) -> Any:
+    def checked(*args: object, **fields: object) -> object:
         for old in fields.keys() & RENAMED.keys() - names:
             new = RENAMED[old]
             if new in names and new not in fields:
@@ -238,7 +242,7 @@ def choice[T](name: str, value: object, allowed: Sequence[T]) -> T:
     )
 
 
-def check_fields(owner: Any, **bounds: int | tuple[int, int]) -> None:
+def check_fields(owner: "DataclassInstance", **bounds: int | tuple[int, int]) -> None:
     """Checks every field of a frozen config by its type, and converts its numbers.
 
     Integers must be at least 1, other numbers positive and finite, and a Literal one of
@@ -301,8 +305,8 @@ def checks_numbers[**P, R](
 
 
 def _number_check(
-    name: str, annotation: Any, bounds: int | tuple[int, int] | str | None
-) -> Callable[[Any], object] | None:
+    name: str, annotation: object, bounds: int | tuple[int, int] | str | None
+) -> Callable[[object], object] | None:
     """Returns the check of a parameter; None if its annotation has no number."""
     kind = getattr(annotation, "__value__", annotation)  # of a type alias
     kinds = get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
@@ -319,7 +323,7 @@ def _number_check(
         hint = f"in [{low}, 2**{below.bit_length() - 1}),{ending}" if ending else ""
         check = functools.partial(integer, name, low=low, below=below, hint=hint)
 
-    def check_value(value: Any) -> None:
+    def check_value(value: object) -> None:
         if value is None and ending:
             return
         if type(value) not in (int, float):
@@ -386,7 +390,7 @@ def within(
       ValueError: a field is outside or NaN; the message names the first such field.
     """
 
-    def inside(x: Any) -> bool:
+    def inside(x: float) -> bool:
         above_low = x >= low if ends[0] == "[" else x > low
         return above_low and (x <= high if ends[1] == "]" else x < high)
 
@@ -446,7 +450,7 @@ def among(
             )
 
 
-def instance(name: str, value: object, *kinds: Any) -> Any:
+def instance[T](name: str, value: object, *kinds: type[T]) -> T:
     """Checks that a value is an instance of one of several types.
 
     A class is refused even if it has the methods of a protocol.
@@ -503,7 +507,7 @@ def integers(
     return tuple(numbers)
 
 
-def token_ids(name: str, value: object, *, vocab_size: int | None) -> Any:
+def token_ids(name: str, value: object, *, vocab_size: int | None) -> "np.ndarray":
     """Checks a sequence of token ids in [0, vocab_size).
 
     `vocab_size` None allows all of int32.
@@ -525,7 +529,7 @@ def token_ids(name: str, value: object, *, vocab_size: int | None) -> Any:
     return ids.astype(np.int32)
 
 
-def token_sequence(name: str, value: object) -> Any:
+def token_sequence(name: str, value: object) -> "np.ndarray":
     """Checks a sequence of token ids without checking their range.
 
     Args:
@@ -563,7 +567,7 @@ def token_sequence(name: str, value: object) -> Any:
         return np.array(value, object)
 
 
-def floating(name: str, value: Any) -> Any:
+def floating(name: str, value: Any) -> "np.dtype":
     """Checks a floating dtype, given by name or as a type; returns NumPy's dtype.
 
     Raises:
@@ -599,7 +603,7 @@ def seconds(name: str, value: object) -> float:
 
 def _of_type(
     name: str, value: object, kind: Any, bounds: int | tuple[int, int] | None
-) -> Any:
+) -> object:
     """Checks the value of a field by the field's type."""
     kind = getattr(kind, "__value__", kind)
     ending = ""
@@ -627,7 +631,7 @@ def _of_type(
 
 
 def _entries(
-    owner: object, names: Sequence[str], fits: Callable[[Any], bool], allowed: str
+    owner: object, names: Sequence[str], fits: Callable[[float], bool], allowed: str
 ) -> None:
     """Raises a ValueError for the first field with an entry that does not fit."""
     for name in names:

@@ -25,7 +25,7 @@ _ROW_BYTES = 2**8
 """Bytes of a row of CSV, for the number of rows in a block."""
 _MAX_LINE = 2**28
 """Longest line in characters."""
-MISSING: Any = object()
+MISSING: object = object()
 """Cell of a row that lacks the column."""
 
 
@@ -35,7 +35,7 @@ class TableBlock(NamedTuple):
     lines: Sequence[int]
     """Number of the line on which each row begins, from 1; in files without lines, the
     number of the row."""
-    columns: Mapping[str, Sequence[Any]]
+    columns: Mapping[str, Sequence[object]]
     """Cells by column: JSON values, or the text of CSV cells; `MISSING` where a row
     has none."""
     repeated: frozenset[str] = frozenset()
@@ -177,7 +177,7 @@ def _read_lines(path: Path, newline: str) -> Generator[tuple[int, str]]:
 
 
 def _object_blocks(path: Path, block_chars: int) -> Iterator[TableBlock]:
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     numbers: list[int] = []
     size = 0
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import zipfile
 from collections.abc import Generator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ class Columns(NamedTuple):
       notes: parts of the file that are not columns, in sentences.
     """
 
-    values: list[tuple[str, list[Any]]]
+    values: list[tuple[str, list[object]]]
     notes: tuple[str, ...] = ()
 
 
@@ -79,7 +80,7 @@ _MAGIC_BYTES = {
 _ARROW = ("Parquet", "Arrow", "an Arrow stream", "Feather")
 
 
-def _pyarrow(kind: str) -> Any:
+def _pyarrow(kind: str) -> ModuleType:
     """Imports pyarrow and its modules, an optional dependency.
 
     Raises:
@@ -135,7 +136,7 @@ def check_size(num_bytes: int, max_bytes: int) -> None:
         raise ValueError(f"more than {max_bytes >> 20} MiB; leave columns or rows out")
 
 
-def _plain(arrow: Any, column: Any) -> list[Any]:
+def _plain(arrow: ModuleType, column: Any) -> list[object]:
     """Converts a column to JSON values, with times in ISO 8601."""
     types = arrow.types
     kind = column.type

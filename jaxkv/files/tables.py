@@ -6,7 +6,7 @@ Cells keep the values of the file; callers interpret and check the columns.
 import contextlib
 import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,10 @@ def detect_unsupported(data: bytes) -> str:
 
 
 def _table(
-    path: Path, header: Any, lines: Any, notes: tuple[str, ...] = ()
+    path: Path,
+    header: Iterable[str],
+    lines: Iterable[tuple[int, Sequence[object]]],
+    notes: tuple[str, ...] = (),
 ) -> RawTable:
     """Makes the rows, and drops columns of one name with different cells."""
     names = [*header]
@@ -214,8 +217,8 @@ def _is_json(text: str) -> bool:
 
 
 def _flat(
-    value: dict[str, Any], keep_lists: bool, prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+    value: dict[str, object], keep_lists: bool, prefix: str = ""
+) -> Iterator[tuple[str, object]]:
     for name, inner in value.items():
         if isinstance(inner, dict):
             yield from _flat(inner, keep_lists, f"{prefix}{name}.")

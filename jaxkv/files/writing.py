@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from jaxkv import validation
 
@@ -89,7 +89,7 @@ def reporting_write_errors(
 
 
 def write_atomically(
-    path: Path, content: str | bytes | Callable[[BinaryIO], Any]
+    path: Path, content: str | bytes | Callable[[BinaryIO], object]
 ) -> None:
     """Writes a file under a temporary name, and renames it.
 

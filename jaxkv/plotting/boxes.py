@@ -5,10 +5,13 @@ colours of the slots that read it.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxkv import validation
 from jaxkv.plotting import style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LINE_HEIGHT = 0.097
 HALF_WIDTH = 0.47
@@ -32,19 +35,17 @@ class Box(NamedTuple):
 
 
 def draw_text(
-    ax: Any, x: float, y: float, words: str, size: float, **look: Any
+    ax: "Axes", x: float, y: float, words: str, size: float, **look: Any
 ) -> None:
     """Writes dark text, vertically centred on a point; `look` overrides the style."""
-    ax.text(
-        x,
-        y,
-        words,
-        fontsize=size,
-        **{"color": TEXT_COLOR, "va": "center_baseline"} | look,
-    )
+    look.setdefault("color", TEXT_COLOR)
+    look.setdefault("va", "center_baseline")
+    ax.text(x, y, words, fontsize=size, **look)
 
 
-def draw_reference_count(ax: Any, x: float, y: float, before: int, count: int) -> None:
+def draw_reference_count(
+    ax: "Axes", x: float, y: float, before: int, count: int
+) -> None:
     """Draws the reference count of a page, with the previous one if it decreased."""
     fell = before > count > 0
     face = TEXT_COLOR if count > 1 else COPY if fell else "0.6"
@@ -54,7 +55,7 @@ def draw_reference_count(ax: Any, x: float, y: float, before: int, count: int) -
     draw_text(ax, x, y, label, 5.4, bbox=pad | {"facecolor": face}, **look)
 
 
-def draw_tag(ax: Any, box: Box, words: str) -> None:
+def draw_tag(ax: "Axes", box: Box, words: str) -> None:
     """Draws a small flag on the upper edge of a page."""
     pad = {"boxstyle": "round,pad=0.15", "facecolor": COPY, "linewidth": 0}
     look = {"color": "white", "ha": "right", "va": "center", "bbox": pad}
@@ -73,7 +74,7 @@ def lighten(color: tuple[float, float, float]) -> tuple[float, ...]:
     return tuple(0.8 + 0.2 * part for part in color)
 
 
-def draw_rectangle(ax: Any, box: Box, **look: Any) -> None:
+def draw_rectangle(ax: "Axes", box: Box, **look: Any) -> None:
     """Draws a box; `look` has keywords of matplotlib patches."""
     from matplotlib.patches import Rectangle
 
@@ -81,7 +82,7 @@ def draw_rectangle(ax: Any, box: Box, **look: Any) -> None:
     ax.add_patch(Rectangle((box.x, box.y), box.width, box.height, **look))
 
 
-def fill_stripes(ax: Any, box: Box, slots: Sequence[int]) -> None:
+def fill_stripes(ax: "Axes", box: Box, slots: Sequence[int]) -> None:
     """Fills a box with the colours of several slots, in vertical stripes."""
     width = box.width / max(1, len(slots))
     for k, slot in enumerate(slots):
@@ -90,10 +91,10 @@ def fill_stripes(ax: Any, box: Box, slots: Sequence[int]) -> None:
 
 
 def draw_frame(
-    ax: Any, box: Box, slots: Sequence[int], *, copied: bool = False
+    ax: "Axes", box: Box, slots: Sequence[int], *, copied: bool = False
 ) -> None:
     """Draws the edge of a page by its reading slots; a fresh copy is highlighted."""
-    edge: Any = (
+    edge: object = (
         TEXT_COLOR if len(slots) > 1 else slot_color(slots[0]) if slots else "0.85"
     )
     strong = copied or len(slots) > 1
@@ -104,7 +105,7 @@ def draw_frame(
 
 
 def draw_words(
-    ax: Any,
+    ax: "Axes",
     box: Box,
     words: Sequence[str],
     *,
@@ -120,7 +121,7 @@ def draw_words(
         draw_text(ax, x, y, word, TEXT, color=color, fontweight=weight)
 
 
-def draw_arrow(ax: Any, start: tuple, end: tuple, color: tuple) -> None:
+def draw_arrow(ax: "Axes", start: tuple, end: tuple, color: tuple) -> None:
     """Draws a curved arrow with horizontal ends."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path

@@ -2,7 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _NUMBER_WITH_UNIT = re.compile(r"(\d) (?=%|(?:[kMGT]?i?B|m?s)\b)")
 """A number and the space before its unit, which must not be broken."""
@@ -96,7 +99,7 @@ def _set_heads(axes: list[Any]) -> None:
         _set_head(ax, lefts[_column(ax)])
 
 
-def _column(ax: Any) -> int:
+def _column(ax: "Axes") -> int:
     spec = ax.get_subplotspec()
     return spec.colspan.start if spec else -1
 

@@ -8,10 +8,19 @@ and makes bar axes include zero.
 import io
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.plotting import layout, systems
 from jaxkv.plotting.systems import colors as colors
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis, XAxis, YAxis
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.typing import ColorType
+    from numpy.typing import ArrayLike
 
 # matplotlib is imported lazily: the command line imports this module for --help.
 
@@ -59,7 +68,7 @@ STYLE: dict[str, Any] = {
 
 
 def render_figure(
-    plot: Callable[[Any], None],
+    plot: "Callable[[Axes | np.ndarray], None]",
     *,
     panels: tuple[int, int] = (1, 1),
     size_inches: tuple[float, float] = PANEL_SIZE_INCHES,
@@ -108,7 +117,7 @@ def render_figure(
     return files
 
 
-def _saved(figure: Any, name: str) -> dict[str, bytes]:
+def _saved(figure: "Figure", name: str) -> dict[str, bytes]:
     """Returns the SVG and the PNG of a figure by file name."""
     files = {}
     for kind, metadata in (("svg", {"Date": None}), ("png", {})):
@@ -142,8 +151,13 @@ def _close_ranks(figure: Any, size_inches: tuple[float, float]) -> None:
 
 
 def draw_curve(
-    ax: Any, x: Any, y: Any, system: int | str, label: str = "", **look: Any
-) -> Any:
+    ax: "Axes",
+    x: "ArrayLike",
+    y: "ArrayLike",
+    system: int | str,
+    label: str = "",
+    **look: Any,
+) -> list["Line2D"]:
     """Draws points and the line through them.
 
     Args:
@@ -154,43 +168,59 @@ def draw_curve(
       label: label in the legend; no label if empty.
       look: keywords of `Axes.plot` that override the style.
     """
+    keywords: dict[str, Any] = {"label": label or None}
     if isinstance(system, int):
-        base: dict[str, Any] = {"color": colors()[system], "marker": "o"}
+        keywords |= {"color": colors()[system], "marker": "o"}
     else:
-        base = systems.system_style(system).line
-    return ax.plot(x, y, **{"label": label or None} | base | look)
+        keywords |= systems.system_style(system).line
+    return ax.plot(x, y, **keywords | look)
 
 
-def shade_band(ax: Any, x: Any, low: Any, high: Any, color: Any, alpha: float) -> None:
+def shade_band(
+    ax: "Axes",
+    x: "ArrayLike",
+    low: "ArrayLike",
+    high: "ArrayLike",
+    color: "ColorType",
+    alpha: float,
+) -> None:
     """Shades the area between two lines."""
     ax.fill_between(x, low, high, color=color, alpha=alpha, linewidth=0)
 
 
-def annotate(ax: Any, text: str, at: Any, offset: tuple[int, int], **look: Any) -> None:
+def annotate(
+    ax: "Axes", text: str, at: Any, offset: tuple[int, int], **look: Any
+) -> None:
     """Writes a text near a point, at an offset in points (1/72 inch)."""
     ax.annotate(text, at, offset, textcoords="offset points", **look)
 
 
 def draw_reference_line(
-    ax: Any, value: float, text: str = "", *, along: str = "x"
+    ax: "Axes", value: float, text: str = "", *, along: str = "x"
 ) -> None:
     """Draws a thin grey line at a value, with an optional label in the legend."""
-    look = {"color": "0.45", "linewidth": 1.0, "linestyle": "--", "zorder": 0.5}
     line = ax.axhline if along == "x" else ax.axvline
-    line(value, label=text or None, **look)
+    line(
+        value,
+        label=text or None,
+        color="0.45",
+        linewidth=1.0,
+        linestyle="--",
+        zorder=0.5,
+    )
 
 
-def draw_ridge(ax: Any, device: str, intensity: float) -> None:
+def draw_ridge(ax: "Axes", device: str, intensity: float) -> None:
     """Draws the ridge of the roofline: steps are compute-bound above this intensity."""
     draw_reference_line(ax, intensity, f"{device}: memory-bound below {intensity:.0f}")
 
 
-def set_labels(ax: Any, title: str, x: str, y: str, **more: Any) -> None:
+def set_labels(ax: "Axes", title: str, x: str, y: str, **more: Any) -> None:
     """Sets the title of a panel, and its axis labels with units."""
     ax.set(title=title, xlabel=x, ylabel=y, **more)
 
 
-def sequential_colors(values: Any) -> Any:
+def sequential_colors(values: "np.ndarray") -> "np.ndarray":
     """Returns colours from light to dark for an array of values."""
     import matplotlib
     import numpy as np
@@ -200,13 +230,13 @@ def sequential_colors(values: Any) -> Any:
     return matplotlib.colormaps["viridis_r"](0.25 + 0.75 * share)
 
 
-def use_powers_of_two(ax: Any) -> None:
+def use_powers_of_two(ax: "Axes") -> None:
     """Sets a logarithmic x axis with base 2 and plain numbers."""
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def label_log_axis(axis: Any) -> None:
+def label_log_axis(axis: "XAxis | YAxis") -> None:
     """Labels a logarithmic axis with plain numbers, fewer per decade in wide ranges."""
     from matplotlib import ticker
 
@@ -222,7 +252,7 @@ def label_log_axis(axis: Any) -> None:
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
-def label_wide_log_axis(axis: Any) -> None:
+def label_wide_log_axis(axis: "Axis") -> None:
     """Labels a logarithmic axis at 1 and 3 times powers of ten, as 3 x 10^9."""
     from matplotlib import ticker
 

@@ -2,13 +2,16 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxkv import validation
 from jaxkv.plotting import style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 HELD = "0.82"
 """Grey of a slot that is held by a finished request."""
@@ -103,7 +106,7 @@ def draw_slots(
     ax.legend()
 
 
-def _bar(ax: Any, span: SlotSpan, **look: Any) -> None:
+def _bar(ax: "Axes", span: SlotSpan, **look: Any) -> None:
     place = [(span.start, span.end - span.start)]
     look = {"linewidth": 0.4} | look
     ax.broken_barh(place, (span.slot + 0.56, 0.88), **look)

@@ -65,12 +65,11 @@ def check_attributes(attributes: object) -> RequestAttributes:
     Raises:
       ValueError: a value is not a whole number in its range.
     """
-    if attributes is None:
+    kinds = (RequestAttributes, type(None))
+    checked = validation.instance("attributes", attributes, *kinds)
+    if checked is None:
         return RequestAttributes()
-    if not isinstance(attributes, RequestAttributes):
-        kinds = (RequestAttributes, type(None))
-        return validation.instance("attributes", attributes, *kinds)
-    return from_fields(attributes._asdict(), "attributes.")
+    return from_fields(checked._asdict(), "attributes.")
 
 
 def from_fields(fields: Mapping[str, Any], prefix: str = "") -> RequestAttributes:

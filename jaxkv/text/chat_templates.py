@@ -10,7 +10,7 @@ import datetime
 import functools
 import json
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from types import FrameType
 from typing import Any
 
@@ -32,9 +32,9 @@ MAX_PROMPT_SIZE = 10_000_000
 
 
 def render(
-    template: Any,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any] | None = None,
+    template: object,
+    messages: Sequence[Mapping[str, object]],
+    variables: Mapping[str, object] | None = None,
 ) -> str:
     """Renders a conversation as transformers 5.24 does.
 
@@ -94,7 +94,7 @@ def render(
         raise ValueError(f"the chat template failed: {one_line(error)}") from None
 
 
-def choose_template(template: Any, tools: Any = None) -> str:
+def choose_template(template: object, tools: object = None) -> str:
     """Returns the text of a template, or of the named one that renders `tools`.
 
     Args:
@@ -183,7 +183,9 @@ def _counted_steps() -> Generator[None]:
     num_left = MAX_TEMPLATE_STEPS
     before = sys.gettrace()
 
-    def count(frame: FrameType, event: str, _: Any) -> Any:
+    def count(
+        frame: FrameType, event: str, _: object
+    ) -> Callable[[FrameType, str, object], Callable]:
         nonlocal num_left
         num_left -= 1
         if num_left < 0:
@@ -208,8 +210,12 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**"])
 
     def call_binop(
-        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:
+        self,
+        context: jinja2.runtime.Context,
+        operator: str,
+        left: object,
+        right: object,
+    ) -> object:
         """Raises an error if the result would exceed `MAX_PROMPT_SIZE`."""
         sizes = _size(left), _size(right)
         size = sum(sizes)
@@ -222,11 +228,11 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     """Returns the characters of a text, entries of a list, or bits of a number."""
     if isinstance(value, int):
         return value.bit_length()
-    return len(value) if hasattr(value, "__len__") else 1
+    return len(value) if isinstance(value, Sized) else 1
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -250,7 +256,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 class _Namespace(jinja2.utils.Namespace):
     """Jinja's `namespace`, without names that begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any):
+    def __init__(*args: object, **kwargs: object):
         # No parameter is named self, which may be a variable of the template.
         self, *values = args
         attributes = dict(*values, **kwargs)
@@ -258,12 +264,12 @@ class _Namespace(jinja2.utils.Namespace):
             _check_name(name)
         jinja2.utils.Namespace.__init__(self, attributes)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"namespace has no variable {name!r}")
 
@@ -273,7 +279,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
@@ -289,7 +295,7 @@ def _to_json(
     )
 
 
-_HELPERS: dict[str, Any] = {
+_HELPERS: dict[str, object] = {
     "raise_exception": _raise_exception,
     "strftime_now": lambda form: datetime.datetime.now().strftime(form),
     "namespace": _Namespace,

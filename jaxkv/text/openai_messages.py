@@ -19,11 +19,11 @@ from jaxkv.text.tokenizer import ByteTokenizer, Tokenizer
 
 
 def convert_openai_messages(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     tokenizer: Tokenizer | ByteTokenizer,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> list[dict[str, Any]]:
+    tools: Sequence[Mapping[str, object]] | None = None,
+) -> list[dict[str, object]]:
     """Converts a conversation from OpenAI's API for the tokenizer's chat template.
 
     * Arguments of tool calls become objects, or JSON text for a template that only
@@ -121,9 +121,7 @@ class _ContentForms(NamedTuple):
     """A list with one text part."""
 
 
-def _convert_calls(
-    path: str, calls: object, forms: _CallForms
-) -> list[Mapping[str, Any]]:
+def _convert_calls(path: str, calls: object, forms: _CallForms) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise ValueError(f"{path}.tool_calls must be a list")
     converted = []
@@ -148,7 +146,7 @@ def _check_text(path: str, value: object) -> None:
         raise ValueError(f"{path}={validation.format_value(value)} must be text")
 
 
-def _convert_arguments(path: str, raw: Any, forms: _CallForms) -> Any:
+def _convert_arguments(path: str, raw: object, forms: _CallForms) -> object:
     value = {} if raw is None or raw == "" else raw
     if isinstance(value, str):
         try:
@@ -168,7 +166,9 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _convert_content(path: str, content: object, forms: _ContentForms) -> Any:
+def _convert_content(
+    path: str, content: object, forms: _ContentForms
+) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         is_text = forms.text or not (forms.parts or forms.one_part)
         return content if is_text else [_text_part(content)]
@@ -265,13 +265,16 @@ def _read_content_forms(template: str, tokens: _Tokens, role: str) -> _ContentFo
     return forms
 
 
-def _call(arguments: object) -> dict[str, Any]:
+def _call(arguments: object) -> dict[str, object]:
     function = {"name": "f", "arguments": arguments}
     return {"id": _CALL_ID, "type": "function", "function": function}
 
 
 def _is_rendered(
-    template: str, tokens: _Tokens, messages: list[dict[str, Any]], *texts: str
+    template: str,
+    tokens: _Tokens,
+    messages: Sequence[Mapping[str, object]],
+    *texts: str,
 ) -> bool:
     """Returns True if a template renders messages with these texts in order."""
     prompt = ""

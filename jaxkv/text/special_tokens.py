@@ -48,9 +48,9 @@ class SpecialTokens(NamedTuple):
 
 def read_special_tokens(
     settings: Mapping[str, Any],
-    special_map: Mapping[str, Any] | None,
-    added: Mapping[str, Any] | None,
-    present: Sequence[Mapping[str, Any]],
+    special_map: Mapping[str, object] | None,
+    added: Mapping[str, object] | None,
+    present: Sequence[Mapping[str, object]],
 ) -> SpecialTokens:
     """Reads the tokens that the files name.
 
@@ -113,7 +113,7 @@ def read_special_tokens(
     entries = [*_entries(settings).items()]
     entries += [(EXTRA, entry) for entry in settings.get(EXTRA) or []]
     # A token may be written as a text and with flags: the library uses the later one.
-    once: list[Any] = []
+    once: list[object] = []
     for name, entry in entries:
         if entry is not None and entry not in once:
             once.append(entry)
@@ -132,19 +132,19 @@ def read_special_tokens(
     return SpecialTokens(settings, tokens)
 
 
-def tokens_by_role(settings: Mapping[str, Any]) -> dict[str, str]:
+def tokens_by_role(settings: Mapping[str, object]) -> dict[str, str]:
     """Returns the texts of the tokens that have a role, such as `bos_token`."""
     texts = {name: token_text(value) for name, value in _entries(settings).items()}
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def token_text(token: Any) -> str | None:
+def token_text(token: object) -> str | None:
     """Returns a token's text from either of the two forms that files use."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 
 
-def _role_names(settings: Mapping[str, Any]) -> list[str]:
+def _role_names(settings: Mapping[str, object]) -> list[str]:
     """Returns the names of roles that only some models have, such as `image_token`."""
     # Not every such name has a token: `add_bos_token` is a boolean.
     names = [name for name in settings if name.endswith("_token")]
@@ -167,7 +167,7 @@ def _take_roles(settings: dict[str, Any], roles: dict[str, Any]) -> None:
         settings[_ROLE_FIELD] = (settings.get(_ROLE_FIELD) or {}) | roles
 
 
-def _from_map(key: str, value: Any, settings: Mapping[str, Any]) -> Any:
+def _from_map(key: str, value: object, settings: Mapping[str, Any]) -> object:
     """Returns a setting of `special_tokens_map.json`, its tokens marked special."""
     if key != EXTRA:
         return {**value, "special": True} if isinstance(value, Mapping) else value

@@ -21,7 +21,7 @@ import codecs
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from jaxkv import validation
 from jaxkv.validation import INT32
@@ -70,7 +70,7 @@ class _Stage:
         del is_over
         return ()
 
-    def copy(self) -> Any:
+    def copy(self) -> Self:
         """Returns a stage in the same state."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
@@ -129,7 +129,7 @@ class _ByteRunStage(_Stage):
         self._text: list[str] = []  # its complete characters, while it is valid
         self._partial = b""
 
-    def copy(self) -> Any:
+    def copy(self) -> Self:
         other = super().copy()
         other._text = list(self._text)
         return other
@@ -239,7 +239,7 @@ class _BufferStage(_Stage):
         self._is_joined = is_joined
         self._pieces: list[str] = []
 
-    def copy(self) -> Any:
+    def copy(self) -> Self:
         other = super().copy()
         other._pieces = list(self._pieces)
         return other
@@ -295,7 +295,7 @@ class TextStream:
         piece = self._pieces[token]
         if piece is None:
             return ""
-        pieces: Sequence[Any] = (piece,)
+        pieces = (piece,)
         for stage in self._stages:
             pieces = [
                 new_piece
@@ -318,9 +318,9 @@ class TextStream:
         return text
 
     def _held(self, is_over: bool) -> str:
-        pieces: Sequence[Any] = ()
+        pieces = ()
         for stage in self._stages:
-            new_pieces: list[Any] = []
+            new_pieces = []
             if pieces:
                 stage = stage.copy()
                 new_pieces = [new for piece in pieces for new in stage.push(piece)]
@@ -351,7 +351,7 @@ class StreamDecoder:
 
     def __init__(
         self,
-        piece_of: Callable[[int], Any],
+        piece_of: Callable[[int], str | bytes | None],
         makers: Sequence[Callable[[], _Stage]],
     ):
         self._makers: list[Callable[[], _Stage]] = []
@@ -377,11 +377,15 @@ class StreamDecoder:
 
 
 class _Pieces(dict[int, Any]):
-    def __init__(self, piece_of: Callable[[int], Any], functions: Sequence[Callable]):
+    def __init__(
+        self,
+        piece_of: Callable[[int], str | bytes | None],
+        functions: Sequence[Callable],
+    ):
         self._piece_of = piece_of
         self._functions = functions
 
-    def __missing__(self, token: int) -> Any:
+    def __missing__(self, token: int) -> str | bytes | None:
         piece = self._piece_of(token)
         if piece is not None:
             for function in self._functions:

@@ -47,11 +47,11 @@ class _ChatTemplates:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         *,
         chat_template: str | None = None,
-        **variables: Any,
+        **variables: object,
     ) -> str:
         """Renders a conversation as the text the model was trained on.
 
@@ -77,9 +77,9 @@ class _ChatTemplates:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
-        **variables: Any,
+        **variables: object,
     ) -> list[int]:
         """Returns the token ids of the text of `apply_chat_template`.
 
@@ -90,7 +90,7 @@ class _ChatTemplates:
         return self.encode(text, add_special_tokens=False)
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any]
+        self, messages: Sequence[Mapping[str, object]], variables: dict[str, object]
     ) -> str:
         template = self.settings.get("chat_template")
         if (chosen := variables.pop("chat_template", None)) is not None:
@@ -100,7 +100,7 @@ class _ChatTemplates:
         context = {**self.special_tokens, **variables}
         return chat_templates.render(template, messages, context)
 
-    def chat_template(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def chat_template(self, tools: Sequence[Mapping[str, object]] | None = None) -> str:
         """Returns the text of the model's template for conversations with `tools`.
 
         Raises:
@@ -110,7 +110,7 @@ class _ChatTemplates:
         return chat_templates.choose_template(template, tools)
 
     def chat_variables(
-        self, tools: Sequence[Mapping[str, Any]] | None = None
+        self, tools: Sequence[Mapping[str, object]] | None = None
     ) -> set[str]:
         """Returns the names of the variables that `chat_template` reads.
 
@@ -197,7 +197,7 @@ class Tokenizer(_ChatTemplates):
         core: tokenizers.Tokenizer,
         *,
         eos_ids: Iterable[int] = (),
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
     ):
         validation.instance("core", core, tokenizers.Tokenizer)
         core.no_truncation()
@@ -214,9 +214,9 @@ class Tokenizer(_ChatTemplates):
         cls,
         text: str,
         *,
-        settings: Mapping[str, Any] | None = None,
-        special_map: Mapping[str, Any] | None = None,
-        added_tokens: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
+        special_map: Mapping[str, object] | None = None,
+        added_tokens: Mapping[str, object] | None = None,
         eos_ids: Iterable[int] = (),
     ) -> "Tokenizer":
         """Makes a tokenizer from the content of a folder's files, see `special_tokens`.
