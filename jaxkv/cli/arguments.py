@@ -96,7 +96,7 @@ _COMMON_FLAGS = ("--out", "--config", "--max-seconds")
 
 
 def parse_changes(
-    base: Any,
+    base: object,
     args: list[str],
     prog: str,
     description: str,

@@ -10,13 +10,19 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from jaxkv.cli import parsing
 from jaxkv.cli.arguments import parse_model_options
 from jaxkv.cli.console import STATUS, AnswerWriter, handle_signals, raise_stopped
 from jaxkv.cli.output import CommandOutput
 from jaxkv.files import find_heads_folder, model_folder
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxkv.sampling import Sampling
+    from jaxkv.serving import Engine
 
 STEPS_PER_CALL = 4
 """Tokens per update of the text; a benchmark would use more."""
@@ -204,7 +210,7 @@ _TOLD = ("text", "tokens", "reason", "sample", "score")
 """Fields of an answer in the document, in addition to the index of its prompt."""
 
 
-def _asks(options: GenerateOptions) -> list[Any]:
+def _asks(options: GenerateOptions) -> "list[Sampling]":
     """Returns the sampling parameters of each prompt.
 
     Raises:
@@ -287,7 +293,7 @@ def check_drafting(options: ModelOptions) -> None:
         raise ValueError(f"{flag}: needs --speculate {needed}")
 
 
-def _engine(model: str, options: GenerateOptions) -> tuple[Any, list[list[int]]]:
+def _engine(model: str, options: GenerateOptions) -> "tuple[Engine, list[list[int]]]":
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
     read = read_model(model, options.loading)
     loaded = read.loaded
@@ -329,7 +335,7 @@ class ReadModel(NamedTuple):
     name: str
     """Path of the folder, or name of a bundled model."""
     folder: Path
-    mesh: Any
+    mesh: "Mesh | None"
     """Device mesh; None for one device."""
     page_size: int
     loaded: Any
@@ -364,7 +370,7 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
     return ReadModel(model, folder, mesh, page_size, loaded)
 
 
-def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> Any:
+def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> "Engine":
     """Makes an engine of a model, with the requested speculation.
 
     Args:

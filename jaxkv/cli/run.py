@@ -5,20 +5,22 @@ import dataclasses
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxkv.cli.console import RESUMABLE, STATUS, WorkStopped
 from jaxkv.cli.output import CommandOutput
 from jaxkv.cli.user_errors import is_user_error
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from jaxkv.cli.console import Terminal
     from jaxkv.report import Experiment, SavedRun
 
 
 def run_study(
     experiment: "Experiment",
-    config: Any,
+    config: "DataclassInstance",
     out: Path | None,
     max_seconds: float = math.inf,
     config_name: str = "",
@@ -83,7 +85,7 @@ def run_study(
 
 def _carry_out(
     experiment: "Experiment",
-    config: Any,
+    config: "DataclassInstance",
     folder: Path,
     bars: "Terminal",
     config_name: str,

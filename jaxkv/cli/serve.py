@@ -10,10 +10,11 @@ import json
 import math
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from jaxkv import files, validation
 from jaxkv.cli import generate, parsing
@@ -22,6 +23,9 @@ from jaxkv.cli.console import exit_now, handle_signals, status_of
 from jaxkv.cli.output import CommandOutput
 from jaxkv.files import model_folder
 from jaxkv.report import from_plain
+
+if TYPE_CHECKING:
+    pass
 
 API_KEY = "JAXKV_API_KEY"
 """Environment variable with the key, used without `--api-key`."""
@@ -301,8 +305,8 @@ def _signals(call: Callable[[], object] = bool) -> Generator[list[int]]:
 
 def serve_backend(
     backend: Any,
-    listener: Any,
-    options: Any,
+    listener: socket.socket,
+    options: ServeOptions,
     shown_key: str | None,
     key: str,
     documents: TextIO | None,
@@ -375,7 +379,7 @@ def _check(options: ServeOptions, longest: int) -> None:
             raise ValueError(f"{flag} {value}: must be in [{low}, {high}]")
 
 
-def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, Any]:
+def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, object]:
     """Returns the bounds of the engine."""
     max_length = options.max_length
     if max_length is None:

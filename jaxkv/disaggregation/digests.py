@@ -18,7 +18,6 @@ import sysconfig
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -207,7 +206,7 @@ class _Describer:
     def _items(self, values: Iterable[object]) -> str:
         return ", ".join(map(self.describe, values))
 
-    def _named(self, values: Mapping[Any, object]) -> str:
+    def _named(self, values: Mapping) -> str:
         pairs = (f"{self.describe(k)}: {self.describe(x)}" for k, x in values.items())
         return ", ".join(sorted(pairs))
 

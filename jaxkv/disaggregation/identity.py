@@ -106,7 +106,7 @@ def tokenizer_identity(tokenizer: Any) -> str:
     return digests.digest_value("tokenizer", content)
 
 
-def describe_difference(other: Any, identity: dict[str, str]) -> str | None:
+def describe_difference(other: object, identity: dict[str, str]) -> str | None:
     """Describes the first field in which identities differ; None if they are equal."""
     if not isinstance(other, dict):
         return f"identity={other!r} must be an object"

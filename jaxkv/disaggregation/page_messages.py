@@ -6,11 +6,11 @@ The receiver validates the header against its own engine before it reads the byt
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Array, PyTree, UInt8
 
 from jaxkv.disaggregation import identity
 from jaxkv.memory import check_content
@@ -33,12 +33,15 @@ class PagePrefix(NamedTuple):
 
     tokens: list[int]
     salt: int
-    pages: Any
+    pages: PyTree[np.ndarray]
     """Arrays as `Engine.take_prefix` returns them."""
 
 
 def pack(
-    pages: Any, tokens: Sequence[int], salt: int, identity: dict[str, str]
+    pages: PyTree[np.ndarray],
+    tokens: Sequence[int],
+    salt: int,
+    identity: dict[str, str],
 ) -> PageMessage:
     """Packs the pages of `Engine.take_prefix` with the identity of the engine."""
     leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(pages)]
@@ -53,7 +56,9 @@ def pack(
 
 
 def unpack(
-    message: PageMessage, like: Any, expected_identity: dict[str, str]
+    message: PageMessage,
+    like: PyTree[Array | np.ndarray | jax.ShapeDtypeStruct],
+    expected_identity: dict[str, str],
 ) -> PagePrefix:
     """Validates a message and returns its content.
 

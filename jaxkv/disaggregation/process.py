@@ -62,8 +62,8 @@ class RouterCall(NamedTuple):
     number: int
     method: str
     """"cancel_call" cancels the call with number `args[0]`."""
-    args: tuple[Any, ...] = ()
-    fields: dict[str, Any] = {}  # noqa: RUF012
+    args: tuple[object, ...] = ()
+    fields: dict[str, object] = {}  # noqa: RUF012
 
 
 class Reply(NamedTuple):

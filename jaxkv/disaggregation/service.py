@@ -55,7 +55,7 @@ class Service:
         *,
         prefill: int = 1,
         decode: int = 1,
-        engine: Mapping[str, Any] | None = None,
+        engine: Mapping[str, object] | None = None,
         address: str | None = None,
         name: str | None = None,
         config: RouterConfig | None = None,
@@ -328,7 +328,10 @@ class Service:
         self.close()
 
     def _call(
-        self, method: str, *args: Any, fields: Mapping[str, Any] = MappingProxyType({})
+        self,
+        method: str,
+        *args: object,
+        fields: Mapping[str, object] = MappingProxyType({}),
     ) -> "concurrent.futures.Future[Any]":
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         number = self._begin(_resolve_future(future), method, args, fields)
@@ -344,8 +347,8 @@ class Service:
         self,
         receive: Callable[[Reply], None],
         method: str,
-        args: tuple[Any, ...],
-        fields: Mapping[str, Any],
+        args: tuple[object, ...],
+        fields: Mapping[str, object],
     ) -> int:
         """Sends a call; its replies go to `receive`, from another thread."""
         number = next(self._numbers)
@@ -363,7 +366,7 @@ class Service:
             with contextlib.suppress(ServiceLostError):
                 self._send(RouterCall(0, "cancel_call", (number,)))
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: object) -> None:
         with self._sending:
             if self._is_over:
                 raise ServiceLostError(self.end_reason())

@@ -49,7 +49,7 @@ class WorkerSpec:
     both."""
     folder: str
     """Hugging Face folder of the model, readable on the worker's machine."""
-    engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    engine: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Arguments of `Engine.load`; `prefix_cache` is set."""
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Arguments of `parallel.make_mesh`; empty for one device."""
@@ -110,7 +110,7 @@ class _Mailbox:
         self.reports: list[Report] = []
         self.is_filled = asyncio.Event()
         self.last_poll_s = time.monotonic()
-        self.tasks: dict[Attempt, asyncio.Task[Any]] = {}
+        self.tasks: dict[Attempt, asyncio.Task] = {}
 
 
 class Worker:
@@ -318,7 +318,7 @@ class Worker:
 
     def _start_task(
         self, attempt: Attempt, work: Coroutine[Any, Any, Any]
-    ) -> asyncio.Task[Any]:
+    ) -> asyncio.Task:
         if (box := self._mailboxes.get(attempt.router)) is None:
             work.close()
             raise ConnectionError(f"router {attempt.router} is unknown")

@@ -131,7 +131,7 @@ class WorkerRecord:
         while len(self._known) > MAX_KNOWN_PAGES:
             self._known.popitem(last=False)
 
-    async def unless_lost[T](self, call: Coroutine[Any, Any, T]) -> T:
+    async def unless_lost[T](self, call: Coroutine[object, object, T]) -> T:
         """Awaits a call of this worker, or its loss.
 
         Raises:
@@ -185,7 +185,7 @@ class WorkerPool:
         self._identity_fields = identity_fields
         self._removed: set[str] = set()
         self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task] = set()
 
     async def start(self, specs: Sequence[WorkerSpec]) -> None:
         """See `Router.start`."""

@@ -1,7 +1,7 @@
 """Claims: published and measured numbers with verdicts, grouped and as text."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from jaxkv.report import units
 
@@ -53,7 +53,7 @@ class Claim(NamedTuple):
     direction: Direction = ""
     needs_size: bool = False
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Returns the fields by name, without optional fields at their default."""
         unset = self._field_defaults
         fields = self._replace(needs_size=False)._asdict()

@@ -1,10 +1,13 @@
 """Reports of a run: tables, texts and claims, rendered as Markdown."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxkv.report import plain_json, units
 from jaxkv.report.claims import Claim, claim_numbers, group_heads
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class Sheet(NamedTuple):
@@ -87,7 +90,7 @@ def metric_sheets(metrics: dict[str, Any]) -> list[Sheet]:
 
 def row_sheet(
     title: str,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, object]],
     columns: Mapping[str, str],
     note: str = "",
 ) -> Sheet:
@@ -111,7 +114,7 @@ def row_sheet(
 
 def render_report(
     question: str,
-    config: Any,
+    config: "DataclassInstance",
     env: dict[str, Any],
     parts: Sequence[ReportPart],
 ) -> str:

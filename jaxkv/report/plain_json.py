@@ -7,10 +7,13 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxkv import files, validation
 from jaxkv.validation import format_unknown_name
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def to_plain(value: Any) -> Any:
@@ -46,17 +49,17 @@ def to_plain(value: Any) -> Any:
 
 
 @validation.checks_numbers(indent=0)
-def dumps(value: Any, *, indent: int | None = 2) -> str:
+def dumps(value: object, *, indent: int | None = 2) -> str:
     """Serializes a value as one JSON document, with non-finite numbers as `null`."""
     return json.dumps(
         to_plain(value), indent=indent, allow_nan=False, ensure_ascii=False
     )
 
 
-def config_dumps(config: Any) -> str:
+def config_dumps(config: "DataclassInstance") -> str:
     """Serializes a config so that `config_loads` restores it, infinities included."""
 
-    def spell(value: Any) -> Any:
+    def spell(value: object) -> object:
         if isinstance(value, float) and not math.isfinite(value):
             return str(value)
         if isinstance(value, dict):
@@ -84,7 +87,7 @@ def config_loads[T](config_type: type[T], text: str, where: str) -> T:
     return from_plain(config_type, files.parse_json(text, where), where)
 
 
-def from_plain(hint: Any, value: Any, where: str) -> Any:
+def from_plain(hint: Any, value: object, where: str) -> Any:
     """Converts parsed JSON to a value of the hinted type.
 
     Raises:
@@ -135,7 +138,7 @@ def from_plain(hint: Any, value: Any, where: str) -> Any:
     raise ValueError(f"{where}: {value!r} is not of type {name}")
 
 
-def _restore_dataclass(hint: Any, value: Any, where: str) -> Any:
+def _restore_dataclass(hint: Any, value: object, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: {value!r} is not an object")
     hints = typing.get_type_hints(hint, include_extras=True)

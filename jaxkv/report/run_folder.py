@@ -24,7 +24,7 @@ import typing
 from collections.abc import Generator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from jaxkv.report import parts as framework_report
 from jaxkv.report.claims import Claim
 from jaxkv.report.parts import ReportPart, Verdicts
 from jaxkv.report.study import SMOKE, Experiment, Study
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FILES = (
     "config.json",
@@ -171,7 +174,10 @@ def new_folder(out: Path | None, name: str) -> Path:
 
 
 def begin_run(
-    folder: Path, experiment: Experiment, config: Any, config_name: str = ""
+    folder: Path,
+    experiment: Experiment,
+    config: "DataclassInstance",
+    config_name: str = "",
 ) -> None:
     """Writes `config.json` and `env.json` before the work starts.
 
@@ -229,7 +235,7 @@ def mark_status(folder: Path, status: Status) -> None:
 def finish_run(
     folder: Path,
     experiment: Experiment,
-    result: Any,
+    result: object,
     *,
     duration_s: float,
     interrupted: bool = False,
@@ -356,7 +362,7 @@ def _env(folder: Path) -> dict[str, Any]:
     return env | {"devices": environment.device_names()}
 
 
-def _flatten(result: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(result: object, prefix: str = "") -> dict[str, Any]:
     """Returns every leaf of nested records as a NumPy array, by name `outer.inner`."""
     arrays = {}
     for name, value in tables.field_values(result).items():

@@ -59,11 +59,11 @@ class Study(NamedTuple):
         """Names of the config's fields."""
         return {field.name for field in dataclasses.fields(self.config_type)}
 
-    def name_of(self, config: Any) -> str:
+    def name_of(self, config: object) -> str:
         """Returns the name of the shipped config that equals a config, or ""."""
         return next((name for name, x in self.configs.items() if x == config), "")
 
-    def report_parts(self, result: Any) -> list[parts.ReportPart]:
+    def report_parts(self, result: object) -> list[parts.ReportPart]:
         """Returns the parts of the report before the claims."""
         if self.summary is not None:
             return [*self.summary(result)]
@@ -90,7 +90,7 @@ class Experiment(NamedTuple):
         """Configs of all studies by name, in order."""
         return {name: x for study in self.studies for name, x in study.configs.items()}
 
-    def study_of(self, config: Any) -> Study:
+    def study_of(self, config: object) -> Study:
         """Returns the study that a config belongs to."""
         return next(x for x in self.studies if type(config) is x.config_type)
 

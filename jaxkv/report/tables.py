@@ -59,7 +59,7 @@ class Column(NamedTuple):
     heading: str = ""
     form: Form | None = None
     key: str = ""
-    of: Callable[[np.ndarray], Any] | None = None
+    of: Callable[[np.ndarray], object] | None = None
     note: str = ""
     is_reported: bool = True
     prefix: str | None = None
@@ -102,7 +102,9 @@ class ResultRecord:
 
         Inherited declarations come first.
         """
-        fields: Mapping[str, Any] = vars(cls).get("__dataclass_fields__", {})
+        fields: Mapping[str, dataclasses.Field] = vars(cls).get(
+            "__dataclass_fields__", {}
+        )
         column_by_name = {x: fields[x].metadata.get("column", Column()) for x in fields}
         for kind in reversed(cls.__mro__):
             for name, value in vars(kind).items():
@@ -142,7 +144,7 @@ class ResultTable(ResultRecord):
         return len(next(iter(field_values(self).values())))
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[Any] | Mapping[str, Any]]) -> Self:
+    def of(cls, rows: Iterable[Sequence[object] | Mapping[str, object]]) -> Self:
         """Makes a table from rows: values in the order of the columns, or by name."""
         names = [*field_types(cls)]
         row_values = [
@@ -169,7 +171,7 @@ class ResultTable(ResultRecord):
             mask &= np.asarray(getattr(self, name) == value)
         return self.at(mask)
 
-    def at(self, rows: Any) -> Self:
+    def at(self, rows: np.ndarray | Sequence[int] | slice) -> Self:
         """Returns the rows of a mask, or of indices in their order."""
         return type(self)(*(values[rows] for values in field_values(self).values()))
 
@@ -202,31 +204,31 @@ def field_values(value: Any) -> dict[str, Any]:
     return value._asdict()
 
 
-def field_types(kind: Any) -> dict[str, Any]:
+def field_types(kind: type) -> dict[str, Any]:
     """Returns the field types of a class of records or NamedTuples, by name."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
-def is_compound(kind: Any) -> bool:
+def is_compound(kind: object) -> bool:
     """Returns True if a type is a record or a NamedTuple."""
     is_record = isinstance(kind, type) and issubclass(kind, ResultRecord)
     return is_record or hasattr(kind, "_fields")
 
 
-def to_rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+def to_rows(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     """Converts columns, arrays of equal length by name, to rows for JSON."""
     rows = zip(*(values.tolist() for values in columns.values()), strict=True)
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def array_prefix(kind: Any, name: str) -> str:
+def array_prefix(kind: type, name: str) -> str:
     """Returns the prefix of array names of a record's field in a run folder."""
     declared = kind.columns() if issubclass(kind, ResultRecord) else {}
     declaration = declared.get(name, Column()).prefix
     return f"{name}." if declaration is None else declaration
 
 
-def metrics(result: Any) -> dict[str, Any]:
+def metrics(result: object) -> dict[str, Any]:
     """Returns the JSON of a record: values by key and tables as rows, no arrays.
 
     A result that is a list of rows is returned under the key `rows`.
@@ -247,7 +249,7 @@ def metrics(result: Any) -> dict[str, Any]:
     return numbers
 
 
-def sheets(result: Any) -> list[parts.ReportPart]:
+def sheets(result: object) -> list[parts.ReportPart]:
     """Returns the report of a record: its values, then each table that has rows."""
     declared = result.columns() if isinstance(result, ResultRecord) else {}
     plain = []
@@ -269,7 +271,7 @@ def sheets(result: Any) -> list[parts.ReportPart]:
     return [*first, *tables]
 
 
-def format_cell(name: str, declaration: Column, value: Any) -> str:
+def format_cell(name: str, declaration: Column, value: object) -> str:
     """Returns the text of a table cell; "-" for None."""
     value = plain_json.to_plain(value)
     if isinstance(declaration.form, str):
@@ -308,7 +310,7 @@ def _reported_columns(
 _DTYPE_KINDS = {"float": "f", "int": "iu", "bool": "b", "text": "U"}
 
 
-def _of_kind(name: str, value: Any, hint: Any) -> np.ndarray:
+def _of_kind(name: str, value: object, hint: object) -> np.ndarray:
     """Converts a column to an array of its type; whole floats become integers."""
     array = np.asarray([*value] if isinstance(value, tuple) else value)
     declared = getattr(hint, "__metadata__", None) or getattr(hint, "dtypes", ())

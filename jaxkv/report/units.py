@@ -1,7 +1,5 @@
 """Formats of numbers with units: at most four significant digits."""
 
-from typing import Any
-
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
@@ -16,7 +14,7 @@ _FLOP_UNITS = (
 )
 
 
-def format_number(value: Any) -> str:
+def format_number(value: object) -> str:
     """Formats a value with four significant digits; integers in full."""
     if value is None:
         return "-"
@@ -62,7 +60,7 @@ def format_rate(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def format_named(name: str, value: Any) -> tuple[str, str]:
+def format_named(name: str, value: object) -> tuple[str, str]:
     """Formats a number whose name has its unit as a suffix.
 
     Args:

@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from jaxkv import validation
 from jaxkv.server import openai_requests
 from jaxkv.server.backend import Backend, OverloadedError
@@ -191,7 +193,7 @@ class HttpService:
                         self.counters[name] += value
                 yield event
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Returns counts of the application and of its backend."""
         return {
             "model": self.backend.model_name,
@@ -324,11 +326,11 @@ class _FramingCheck:
     Source: RFC 9112, section 6.1.
     """
 
-    def __init__(self, app: Any, service: HttpService):
+    def __init__(self, app: ASGIApp, service: HttpService):
         self._app = app
         self._service = service
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         names = {name for name, _ in scope["headers"]}
         is_old = scope["http_version"] == "1.0"
         if b"transfer-encoding" in names and (is_old or b"content-length" in names):
@@ -352,7 +354,7 @@ async def _respond(
     backend = service.backend
     writer = ResponseWriter(ask, backend.model_name, backend.tokenizer)
 
-    async def complete() -> dict[str, Any]:
+    async def complete() -> dict[str, object]:
         completions: dict[int, Completion] = {}
         async with contextlib.aclosing(service.events(ask)) as events:
             async for i, event in events:
@@ -410,7 +412,7 @@ async def _stream_lines(
         yield b"data: [DONE]\n\n"
 
 
-def _format_event(document: dict[str, Any]) -> bytes:
+def _format_event(document: dict[str, object]) -> bytes:
     return b"data: " + _dumps(document) + b"\n\n"
 
 
@@ -419,7 +421,7 @@ class _ClientDisconnect(Exception):
 
 
 async def _unless_disconnected[T](
-    receive: Callable[[], Awaitable[Any]], work: Awaitable[T]
+    receive: Callable[[], Awaitable[Message]], work: Awaitable[T]
 ) -> T:
     """Awaits work; cancels it if the client closes the connection.
 
@@ -442,7 +444,7 @@ async def _unless_disconnected[T](
         await _cancel_all(task, disconnect)
 
 
-async def _cancel_all(*tasks: asyncio.Future[Any]) -> None:
+async def _cancel_all(*tasks: asyncio.Future) -> None:
     """Cancels tasks and waits until they end."""
     for task in tasks:
         task.cancel()
@@ -465,7 +467,7 @@ class _EventStream(Response):
         self._service = service
         self._stack = stack
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write() -> None:
             start = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start"} | start)
@@ -507,7 +509,7 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _run_checked[T](function: Callable[..., T], *args: Any) -> T:
+async def _run_checked[T](function: Callable[..., T], *args: object) -> T:
     """Calls a function in a thread, since encoding a text may take long.
 
     Raises:
@@ -519,12 +521,12 @@ async def _run_checked[T](function: Callable[..., T], *args: Any) -> T:
         raise api_error(error) from error
 
 
-def _dumps(document: Any) -> bytes:
+def _dumps(document: object) -> bytes:
     # ASCII: an error may quote half a surrogate pair, which UTF-8 cannot carry.
     return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _json_response(document: Any, status: int = 200) -> Response:
+def _json_response(document: object, status: int = 200) -> Response:
     return Response(_dumps(document), status, media_type="application/json")
 
 

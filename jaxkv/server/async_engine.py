@@ -69,7 +69,7 @@ class AsyncEngine:
         """Requests that are not complete."""
         return len(self._listeners)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Returns counts for monitoring, see `Backend.status`."""
         return {"is_ready": self._end_reason() is None, "running": self.num_running}
 
@@ -129,7 +129,7 @@ class AsyncEngine:
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
                     self._calls.submit(cancel)
 
-    async def run[T](self, function: Callable[..., T], *args: Any) -> T:
+    async def run[T](self, function: Callable[..., T], *args: object) -> T:
         """Calls a function of the engine that may take long, in a thread.
 
         Raises:
@@ -193,13 +193,13 @@ class AsyncEngine:
 
     def _deliver(self, events: collections.deque[Event]) -> None:
         """Passes the events of one engine call to each event loop in one call."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Any, Event]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Event]]] = {}
         while events:
             event = events.popleft()
             if (listener := self._listeners.get(event.request_id)) is not None:
                 by_loop.setdefault(listener.loop, []).append((listener.events, event))
 
-        def put_all(pairs: list[tuple[asyncio.Queue[Any], Event]]) -> None:
+        def put_all(pairs: list[tuple[asyncio.Queue, Event]]) -> None:
             for queue, event in pairs:
                 queue.put_nowait(event)
 
@@ -210,7 +210,9 @@ class AsyncEngine:
                     self.engine.cancel(name)
 
 
-def _schedule(loop: asyncio.AbstractEventLoop, function: Callable, *args: Any) -> bool:
+def _schedule(
+    loop: asyncio.AbstractEventLoop, function: Callable, *args: object
+) -> bool:
     """Schedules a call in an event loop; returns False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *args)

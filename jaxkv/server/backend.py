@@ -70,7 +70,7 @@ class Backend(Protocol):
         """
         ...
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Returns counts for monitoring, as plain JSON values.
 
         "running" (requests that are not complete) and "is_ready" are always present.

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import resource
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 from jaxkv import validation
@@ -163,8 +163,8 @@ class _Server(uvicorn.Server):
 async def serve(
     app: Any,
     listener: socket.socket,
-    stop: Callable[[], Any],
-    on_ready: Callable[[], Any],
+    stop: Callable[[], Awaitable[object]],
+    on_ready: Callable[[], object],
 ) -> None:
     """Serves an application until `stop` returns.
 

@@ -58,7 +58,7 @@ class ApiError(Exception):
         self.code = code
 
     @property
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """OpenAI's error document."""
         fields = {"type": self.kind, "param": self.param, "code": self.code}
         return {"error": {"message": str(self), **fields}}
@@ -240,7 +240,7 @@ _NO_EFFECT = (
     "prompt_cache_retention",
 )
 """Fields without effect on an answer, used by OpenAI for billing and records."""
-_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
+_ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
     "suffix": (),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
@@ -292,7 +292,7 @@ _ROUTE_FIELDS = {
 }
 
 
-def read_object(body: bytes) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, object]:
     """Reads a JSON object; a field that is null counts as absent.
 
     Raises:
@@ -342,24 +342,24 @@ def _read_fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
     return body_fields
 
 
-def _get_checked(
-    body_fields: dict[str, Any],
+def _get_checked[T](
+    body_fields: dict[str, object],
     name: str,
-    check: Callable[[str, Any], Any],
-    default: Any = None,
+    check: Callable[[str, object], T],
+    default: T | None = None,
 ) -> Any:
     """Returns the checked value of a field, or the default if it is absent."""
     return check(name, body_fields[name]) if name in body_fields else default
 
 
-def _get_required(body_fields: dict[str, Any], name: str) -> Any:
+def _get_required(body_fields: dict[str, object], name: str) -> Any:
     if name not in body_fields:
         raise _refusal(name, f"{name} must be given")
     return body_fields[name]
 
 
 def _parse_common(
-    body_fields: dict[str, Any], headers: Mapping[str, str], deadline_s: float
+    body_fields: dict[str, object], headers: Mapping[str, str], deadline_s: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the fields that both kinds of requests have.
 
@@ -485,8 +485,8 @@ def _parse_prompts(
 
 
 def _parse_template_variables(
-    body_fields: dict[str, Any], names: set[str]
-) -> dict[str, Any]:
+    body_fields: dict[str, object], names: set[str]
+) -> dict[str, object]:
     """Returns `chat_template_kwargs`; they must be among the template's variables."""
     field = "chat_template_kwargs"
     variables = body_fields.get(field, {})
@@ -510,7 +510,7 @@ _RESERVED_VARIABLES = {"messages", "tools", "add_generation_prompt", "chat_templ
 """Variables of a template that other fields determine."""
 
 
-def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:
+def tokenize(body: bytes, backend: Backend) -> dict[str, object]:
     """Answers /tokenize (as in vLLM): the token ids of a text.
 
     Raises:
@@ -526,7 +526,7 @@ def tokenize(body: bytes, backend: Backend) -> dict[str, Any]:
     return {"tokens": ids, "count": len(ids), "max_model_len": backend.max_length}
 
 
-def detokenize(body: bytes, backend: Backend) -> dict[str, Any]:
+def detokenize(body: bytes, backend: Backend) -> dict[str, object]:
     """Answers /detokenize (as in vLLM): the text of token ids; raises as `tokenize`."""
     body_fields = _read_fields_of(body, "tokens", "model")
     ids = validation.token_sequence(
@@ -536,7 +536,7 @@ def detokenize(body: bytes, backend: Backend) -> dict[str, Any]:
     return {"prompt": text}
 
 
-def _read_fields_of(body: bytes, *names: str) -> dict[str, Any]:
+def _read_fields_of(body: bytes, *names: str) -> dict[str, object]:
     """Returns the fields of a body; refuses all but the given names."""
     body_fields = read_object(body)
     for name in body_fields.keys() - {*names}:

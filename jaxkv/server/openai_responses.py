@@ -46,7 +46,7 @@ class ResponseWriter:
                 logprobs = None
                 if self.request.logprobs is not None:
                     logprobs = self._logprobs(prompt, completion, answer)
-                body: dict[str, Any] = {"text": text}
+                body: dict[str, object] = {"text": text}
                 calls: list[ToolCall] = []
                 if self.request.kind == "chat":
                     message = {"role": "assistant", "content": text, "refusal": None}
@@ -117,7 +117,7 @@ class ResponseWriter:
             usage = self.usage(completions)
             yield self._head(self._chunk_kind) | {"choices": [], "usage": usage}
 
-    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def usage(self, completions: Sequence[Completion]) -> dict[str, object]:
         """Returns the token counts of prompts and answers."""
         prompt = sum(map(len, self.request.prompts))
         answers = [
@@ -136,7 +136,7 @@ class ResponseWriter:
     def _index(self, prompt: int, place: int) -> int:
         return prompt * self.request.samplings[prompt].n + place
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, object]:
         prefix = "chatcmpl" if self.request.kind == "chat" else "cmpl"
         return {
             "id": f"{prefix}-{self.name}",
@@ -155,10 +155,10 @@ class ResponseWriter:
         self,
         prompt: int,
         place: int,
-        delta: Any,
-        logprobs: Any = None,
+        delta: object,
+        logprobs: object = None,
         reason: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         name = "delta" if self.request.kind == "chat" else "text"
         choice = {"index": self._index(prompt, place), name: delta}
         choice |= {"logprobs": logprobs, "finish_reason": reason}
@@ -171,7 +171,7 @@ class ResponseWriter:
 
     def _logprobs(
         self, prompt: int, completion: Completion, answer: FinishedAnswer
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         tokens: list[int] = []
         logprobs: list[float | None] = []
         tops: list[dict[int, float] | None] = []
@@ -182,7 +182,7 @@ class ResponseWriter:
             tops = list(answer.top_logprobs or [{} for _ in tokens])
         if self.request.kind == "chat":
 
-            def entry(token: int, logprob: float | None) -> dict[str, Any]:
+            def entry(token: int, logprob: float | None) -> dict[str, object]:
                 piece, raw = self._piece(token)
                 return {"token": piece, "logprob": _json_number(logprob), "bytes": raw}
 

@@ -22,7 +22,7 @@ class ToolCall(NamedTuple):
     """JSON text of an object."""
 
     @property
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """The call in OpenAI's form."""
         function = {"name": self.name, "arguments": self.arguments}
         # Mistral's templates accept ids of 9 letters or digits only.
@@ -213,7 +213,7 @@ def _parse_glm(text: str, tools: Tools) -> list[ToolCall]:
 
 def _read_pairs(name: str, pairs: list[tuple[str, str]], tools: Tools) -> ToolCall:
     """Makes a call of arguments without types; the schema of the function has them."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     for key, text in pairs:
         types = _read_types(tools, name, key)
         arguments[key] = text

@@ -154,7 +154,7 @@ class _Reader:
         self._num_sessions += 1
 
     def _add_list(
-        self, entries: Any, place: str, start_s: float, first_after: list[int]
+        self, entries: object, place: str, start_s: float, first_after: list[int]
     ) -> tuple[list[int], float]:
         """Appends the requests of an agent; they wait for `first_after` at least.
 
@@ -262,7 +262,7 @@ class _Reader:
     def result(self) -> AgentSessions:
         """Returns the sessions; they share the memory of this reader."""
         dtypes = {"q": np.int64, "d": np.float64}
-        columns: dict[str, Any] = {
+        columns: dict[str, np.ndarray] = {
             name: np.frombuffer(x, dtypes[x.typecode])
             for name, x in self.columns.items()
         }
@@ -280,7 +280,7 @@ class _Reader:
         )
 
 
-def _gap_s(entries: list[Any], index: int, sent_s: float) -> float:
+def _gap_s(entries: list[object], index: int, sent_s: float) -> float:
     """Returns the time until the next request less its think time, at least 0."""
     later = itertools.islice(entries, index + 1, None)
     for entry in later:

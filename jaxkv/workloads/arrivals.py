@@ -4,11 +4,12 @@ Workloads are made on the host by NumPy from an explicit random generator; the r
 a NamedTuple of JAX arrays.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Num
+from numpy.typing import ArrayLike
 
 from jaxkv import clock, validation
 from jaxkv.scheduling import ATTRIBUTE_RANGES, NO_LIMIT, RequestAttributes
@@ -81,7 +82,7 @@ def make_workload(
     samples: int | Int[np.ndarray, " requests"] = 1,
     clients: int | None = None,
     limit: Int[np.ndarray, " requests"] | None = None,
-    attributes: Any = None,
+    attributes: RequestAttributes | None = None,
     context: Int[np.ndarray, " requests"] | None = None,
     after: Int[np.ndarray, "requests width"] | None = None,
     delay_s: int | float | Num[np.ndarray, " requests"] = 0.0,
@@ -193,7 +194,7 @@ def make_workload(
     )
 
 
-def _make_dependencies(after: Any, delay_s: Any, num: int) -> Dependencies:
+def _make_dependencies(after: ArrayLike, delay_s: ArrayLike, num: int) -> Dependencies:
     """Validates `after` and `delay_s`, and assigns lanes.
 
     A request takes over a lane of a request that it waits for, so that at most one
@@ -355,7 +356,7 @@ def closed_loop(
     )
 
 
-def _numbers(name: str, column: Any, kinds: str) -> np.ndarray:
+def _numbers(name: str, column: ArrayLike, kinds: str) -> np.ndarray:
     """Returns a column as an array.
 
     Raises:

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 FRAME_LIBRARIES = ("pandas", "polars")
 """Libraries that make data frames; the first that is installed is used."""
 
 
-def make_dataframe(columns: Mapping[str, Any]) -> Any:
+def make_dataframe(columns: Mapping[str, object]) -> Any:
     """Returns a data frame of equally long columns.
 
     Args:
@@ -35,7 +36,9 @@ def make_dataframe(columns: Mapping[str, Any]) -> Any:
     )
 
 
-def per_row(values: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+def per_row(
+    values: Mapping[str, ArrayLike | None], axes: tuple[str, ...]
+) -> dict[str, np.ndarray]:
     """Flattens the leading axes of arrays: one row per entry.
 
     Arrays with further axes are summed over these if they are counts (`num_...`), and
@@ -49,7 +52,7 @@ def per_row(values: Mapping[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
     arrays = {key: x for key, x in arrays.items() if x.ndim >= len(axes)}
     shape = next(iter(arrays.values())).shape[: len(axes)]
     grid = np.indices(shape).reshape(len(axes), -1)
-    columns: dict[str, Any] = dict(zip(axes, grid, strict=True))
+    columns: dict[str, np.ndarray] = dict(zip(axes, grid, strict=True))
     for key, x in arrays.items():
         axes_left = tuple(range(len(axes), x.ndim))
         if not axes_left or key.startswith("num_"):

@@ -110,11 +110,11 @@ class _Reader:
         self._doubts = tuple(block.doubtful[x] for x in self._doubtful)
         self._first_date: tuple[bool, int] | None = None
         self._has_ids: bool | None = None
-        self._sessions: dict[Any, int] = {}
+        self._sessions: dict[object, int] = {}
         self._num_empty = 0
         self._num_unequal = self._first_unequal = 0
         integers = ("line", "prompt", "output", "session", "chat", "parent")
-        self.columns: dict[str, array[Any]] = {
+        self.columns: dict[str, array[float] | array[int]] = {
             **{name: array("q") for name in (*integers, "num_chunks", "chunk_ids")},
             **{name: array("d") for name in ("time", "answer_s", "delay")},
         }
@@ -129,11 +129,11 @@ class _Reader:
         num = len(block.lines)
         problems: list[_Problem] = []
 
-        def cells(name: str) -> Sequence[Any]:
+        def cells(name: str) -> Sequence[object]:
             return block.columns.get(name, (MISSING,) * num)
 
         def column(
-            name: str, convert: Callable[[Any], Any], kind: str, *, optional: bool
+            name: str, convert: Callable[[Any], float], kind: str, *, optional: bool
         ) -> np.ndarray:
             return _convert(cells(name), name, convert, kind, optional, problems)
 
@@ -223,7 +223,7 @@ class _Reader:
     def result(self) -> TraceColumns:
         """Returns the columns; they share the memory of this reader."""
         dtypes = {"q": np.int64, "d": np.float64}
-        columns: dict[str, Any] = {
+        columns: dict[str, np.ndarray] = {
             name: np.frombuffer(x, dtypes[x.typecode])
             for name, x in self.columns.items()
         }
@@ -250,7 +250,7 @@ class _Reader:
         column = self.columns[name]
         column.frombytes(values.astype(column.typecode).tobytes())
 
-    def _read_sessions(self, cells: Sequence[Any]) -> np.ndarray:
+    def _read_sessions(self, cells: Sequence[object]) -> np.ndarray:
         if not cells or (cells[0] is MISSING and not self._kind.session):
             return np.full(len(cells), -1)
         session_index = self._sessions
@@ -265,12 +265,12 @@ class _Reader:
         )
 
     def _read_dates(
-        self, block: TableBlock, cells: Sequence[Any], problems: list[_Problem]
+        self, block: TableBlock, cells: Sequence[object], problems: list[_Problem]
     ) -> np.ndarray:
         """Returns microseconds since 1970; dates without a zone are UTC."""
         name = self._kind.time
 
-        def convert(cell: Any) -> float:
+        def convert(cell: str) -> float:
             moment = datetime.fromisoformat(cell)
             if moment.tzinfo is None:
                 moment = moment.replace(tzinfo=UTC)
@@ -301,7 +301,7 @@ class _Reader:
         if not self._has_ids:
             return np.zeros(0, np.int64), np.zeros(len(cells), np.int64)
 
-        def is_wrong(cell: Any) -> bool:
+        def is_wrong(cell: object) -> bool:
             return type(cell) is not list or not {*map(type, cell)} <= {int}
 
         reason = f"{self._kind.hash_ids} is not a list of whole numbers"
@@ -325,7 +325,7 @@ class _Reader:
 def _convert(
     cells: Sequence[Any],
     name: str,
-    convert: Callable[[Any], Any],
+    convert: Callable[[Any], float],
     kind: str,
     optional: bool,
     problems: list[_Problem],

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that request an end."""
@@ -47,7 +47,7 @@ def status_of(number: int) -> int:
 
 @contextlib.contextmanager
 def handle_signals(
-    handle: Callable[[int, FrameType | None], Any], hear: Callable[[int], Any]
+    handle: Callable[[int, FrameType | None], object], hear: Callable[[int], object]
 ) -> Generator[None]:
     """Handles Ctrl-C and related signals; contexts can be nested.
 
