@@ -7,13 +7,17 @@ wrapping; all indexing by ids that may be -1 uses them.
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32, Shaped
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int32, PyTree, Shaped
+
+type ArrayOrShape = Array | np.ndarray | jax.ShapeDtypeStruct
+"""Leaf of a tree of arrays, or of their shapes and dtypes."""
 
 NONE = -1
 """The id or index that means "absent"."""
@@ -140,7 +144,10 @@ def inverse_index(ids: Int32[Array, " n"], num: int) -> Int32[Array, " num"]:
 
 
 def update_if[T](
-    wanted: Bool[Array, ""], change: Callable[..., T], carry: T, *operands: Any
+    wanted: Bool[Array, ""],
+    change: Callable[..., T],
+    carry: T,
+    *operands: PyTree[ArrayLike],
 ) -> T:
     """Applies `change(carry, *operands)` if `wanted`, updating the carry in place.
 
@@ -157,7 +164,7 @@ def update_if[T](
       *operands: further pytrees that `change` reads.
     """
 
-    def once(state: tuple[Array, T, Any]) -> tuple[Array, T, Any]:
+    def once(state: tuple[Array, T, tuple]) -> tuple[Array, T, tuple]:
         is_first = state[0]
 
         # Leaf by leaf, so that unused leaves and their layouts stay out of the loop.
@@ -175,7 +182,7 @@ def update_if[T](
     return lax.while_loop(lambda state: state[0], once, (wanted, carry, operands))[1]
 
 
-def pack_leaves(tree: Any) -> jax.tree_util.Partial:
+def pack_leaves(tree: PyTree[Array]) -> jax.tree_util.Partial:
     """Packs the leaves of a tree into one vector per dtype.
 
     Returns a `Partial` that holds the vectors. Calling it unpacks the tree; a `Partial`
@@ -188,7 +195,7 @@ def pack_leaves(tree: Any) -> jax.tree_util.Partial:
     kinds = [jnp.dtype(jnp.int32) if x.dtype == bool else x.dtype for x in leaves]
     of_kind = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in kinds}
 
-    def unpack(*rows: Array) -> Any:
+    def unpack(*rows: Array) -> PyTree[Array]:
         leaf_by_index: dict[int, Array] = {}
         for row, members in zip(rows, of_kind.values(), strict=True):
             ends = itertools.accumulate(sizes[i] for i in members)
@@ -248,7 +255,7 @@ def to_jax_arrays[T](tree: T) -> T:
     are returned unchanged.
     """
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> object:
         return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
     return jax.tree.map(one, tree)

@@ -8,11 +8,13 @@ float32.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple, Never
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from jaxkv import arrays, memory, validation
 from jaxkv.memory import (
@@ -27,7 +29,7 @@ from jaxkv.memory import (
     make_table,
     scatter_pages,
 )
-from jaxkv.models import Forward, ModelConfig
+from jaxkv.models import Forward, ForwardResult, ModelConfig, Params
 from pallas_kernels import devices
 
 
@@ -57,7 +59,7 @@ def init_cache(pages: Pages, *, max_slots: int, max_length: int) -> Cache:
 
 
 def prefill(
-    params: Any,
+    params: Params,
     cache: Cache,
     tokens: Int32[Array, "slots width"],
     lengths: Int32[Array, " slots"],
@@ -105,7 +107,7 @@ def prefill(
 
 
 def decode_step(
-    params: Any,
+    params: Params,
     cache: Cache,
     tokens: Int32[Array, " slots"],
     *,
@@ -167,12 +169,12 @@ def _copy(
 
 
 @_copy.defjvp
-def _copy_tangents(primals: Any, tangents: Any) -> tuple[Pages, Any]:
+def _copy_tangents(primals: tuple, tangents: tuple) -> tuple[Pages, PyTree[ArrayLike]]:
     """Copies the tangents of the same pages."""
     pages, source, target = primals
     placed = jnp.where(source >= 0, target, NO_PAGE)
 
-    def one_leaf(tangent: Any) -> Any:
+    def one_leaf(tangent: Array | np.ndarray) -> Array | np.ndarray:
         if tangent.dtype == jax.dtypes.float0:
             return tangent
         return scatter_pages(tangent, placed, gather_pages(tangent, source))
@@ -182,18 +184,20 @@ def _copy_tangents(primals: Any, tangents: Any) -> tuple[Pages, Any]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _without_gradient(
-    forward: Forward, why: str, params: Any, pages: Any, rows: Any
-) -> Any:
+    forward: Forward, why: str, params: Params, pages: Pages, rows: Rows
+) -> ForwardResult:
     return forward(params, pages, rows)
 
 
 @_without_gradient.defjvp
-def _refuse_gradient(forward: Any, why: str, primals: Any, tangents: Any) -> Any:
+def _refuse_gradient(
+    forward: Forward, why: str, primals: tuple, tangents: tuple
+) -> Never:
     raise ValueError(why)
 
 
 def _feed(
-    params: Any,
+    params: Params,
     cache: Cache,
     rows: Rows,
     fed: Int32[Array, " slots"],

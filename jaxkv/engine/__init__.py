@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         REPRODUCIBLE_TREES,
         AcceptResult,
         Drafter,
+        DrafterMemory,
         Drafts,
         Speculation,
         Verifier,

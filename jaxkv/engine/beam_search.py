@@ -8,7 +8,8 @@ done. A batch can mix beam search with other requests; steps without beams skip 
 code.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def step_beams(
     state: EngineState,
     logits: Float[Array, "slots vocab"],
     emits: Bool[Array, " slots"],
-    choose: Any,
+    choose: Callable[[Array], tuple[Array, Array]],
     config: EngineConfig,
 ) -> tuple[EngineState, Int32[Array, " slots"]]:
     """Advances every search whose beams all have new logits.
@@ -84,7 +85,7 @@ def step_beams(
         return state, blank
     is_beam_row = emits & is_beam(state)
 
-    def search(_: Array, carry: Any) -> Any:
+    def search(_: Array, carry: tuple[EngineState, Array]) -> tuple[EngineState, Array]:
         return _search(carry[0], choose(logits), is_beam_row, config)
 
     trips = jnp.any(is_beam_row).astype(jnp.int32)

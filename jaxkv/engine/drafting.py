@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from jaxkv import arrays
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import groups
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import Pages
@@ -89,6 +90,10 @@ class AcceptResult(NamedTuple):
     """Rows without a valid token, as in `sampler.Draw`; their children are rejected."""
 
 
+type DrafterMemory = PyTree[ArrayOrShape]
+"""State of a drafter between steps."""
+
+
 @runtime_checkable
 class Verifier(Protocol):
     """A rule for the acceptance of drafts.
@@ -153,12 +158,12 @@ class Drafter(Protocol):
         """
         return False
 
-    def init(self, config: EngineConfig) -> Any:
+    def init(self, config: EngineConfig) -> DrafterMemory:
         """Returns the memory of an idle engine."""
         return ()
 
     def requested_draft_lengths(
-        self, memory: Any, state: EngineState, config: EngineConfig
+        self, memory: DrafterMemory, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """Returns the requested draft length of each slot.
 
@@ -168,7 +173,7 @@ class Drafter(Protocol):
         return jnp.full(state.slots.sequence.shape, config.max_drafts, jnp.int32)
 
     def is_disabled(
-        self, memory: Any, state: EngineState, config: EngineConfig
+        self, memory: DrafterMemory, state: EngineState, config: EngineConfig
     ) -> Bool[Array, ""] | None:
         """Returns True if the drafter is disabled for the next steps.
 
@@ -176,18 +181,18 @@ class Drafter(Protocol):
         """
         return None
 
-    def on_skipped(self, memory: Any, num_steps: int) -> Any:
+    def on_skipped(self, memory: DrafterMemory, num_steps: int) -> DrafterMemory:
         """Updates the memory after `num_steps` steps without speculation."""
         return memory
 
     def propose(
         self,
-        params: Any,
-        memory: Any,
+        params: PyTree[ArrayOrShape],
+        memory: DrafterMemory,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Any, Pages, Drafts]:
+    ) -> tuple[DrafterMemory, Pages, Drafts]:
         """Proposes up to `granted` tokens for each slot.
 
         Pages are reserved for `granted` token places after the known tokens. The
@@ -198,7 +203,9 @@ class Drafter(Protocol):
         """
         ...
 
-    def learn(self, memory: Any, state: EngineState, verified: VerifyOutput) -> Any:
+    def learn(
+        self, memory: DrafterMemory, state: EngineState, verified: VerifyOutput
+    ) -> DrafterMemory:
         """Updates the memory after verification; the state has the emitted tokens.
 
         A slot can change its sequence in any step, but a row of `Sequences` is reused
@@ -269,7 +276,7 @@ def requested_draft_lengths(
 
 @jax.named_scope("draft")
 def propose(
-    params: Any,
+    params: PyTree[ArrayOrShape],
     state: EngineState,
     granted: Int32[Array, " slots"],
     drafter: Drafter,

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, PyTree
 
 from jaxkv import arrays
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine.drafting import Drafts, Tree
 from jaxkv.engine.state import ROW_TILE, EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE
@@ -56,7 +57,7 @@ class _PackedRows(NamedTuple):
 
 
 def feed(
-    params: Any,
+    params: PyTree[ArrayOrShape],
     state: EngineState,
     num_rows: Int32[Array, " slots"],
     forks: Int32[Array, " slots"],
@@ -80,7 +81,7 @@ def feed(
       The logits and the pages.
     """
 
-    def probe(params: Any, pages: Pages, packed: _PackedRows) -> Array:
+    def probe(params: PyTree[ArrayOrShape], pages: Pages, packed: _PackedRows) -> Array:
         rows = packed.rows if config.numerics == "fast" else _tile(packed, 0)
         return forward(params, pages, rows).logits
 
@@ -96,7 +97,7 @@ def feed(
         logits, drafted, pages = _feed_fast(run, state, wanted, blank, config)
     else:
 
-        def one(index: Array, carry: tuple[Logits, Pages]) -> Any:
+        def one(index: Array, carry: tuple[Logits, Pages]) -> tuple[Logits, Pages]:
             logits, pages = carry
             result = run(pages, _tile(packed, index))
             target = lax.dynamic_slice_in_dim(packed.target, index * ROW_TILE, ROW_TILE)

@@ -21,14 +21,15 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jaxtyping import Array, PyTree
 
 from jaxkv import validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine.state import EngineConfig, EngineState, init
 from jaxkv.files import (
     check_digests,
@@ -115,7 +116,7 @@ def load_state(
     folder: str | os.PathLike[str],
     config: EngineConfig,
     pages: Pages,
-    memory: Any = None,
+    memory: PyTree[ArrayOrShape] = None,
 ) -> EngineState:
     """Loads a snapshot into new arrays.
 
@@ -168,12 +169,14 @@ def load_state(
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _like(config: EngineConfig, pages: Pages, memory: Any) -> EngineState:
+def _like(
+    config: EngineConfig, pages: Pages, memory: PyTree[ArrayOrShape]
+) -> EngineState:
     """Returns types and shapes of a state."""
     return jax.eval_shape(functools.partial(init, config), pages, memory)
 
 
-def _by_name(state: EngineState) -> dict[str, Any]:
+def _by_name(state: EngineState) -> dict[str, Array]:
     """Returns the arrays of a state by names such as `pool.ref`, in tree order."""
     leaves = jax.tree.leaves_with_path(state)
     return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in leaves}
@@ -185,8 +188,8 @@ def _described(state: EngineState) -> dict[str, str]:
 
 
 def _differences(
-    first: Mapping[str, Any],
-    second: Mapping[str, Any],
+    first: Mapping[str, object],
+    second: Mapping[str, object],
     first_place: str = "in the snapshot",
     second_place: str = "asked",
 ) -> str:

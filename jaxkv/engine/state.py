@@ -6,13 +6,15 @@ a snapshot, branched, replayed, and mapped with `vmap`.
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
 
 from jaxkv import ledger, validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.ledger import Ledger, Slots
 from jaxkv.memory import (
     Pages,
@@ -294,7 +296,7 @@ class EngineState(NamedTuple):
     """Beam searches; None if they are disabled."""
     staging: Staging | None
     """Swapped-out pages; None if swapping is disabled."""
-    memory: Any = None
+    memory: PyTree[Array] = None
     """State of the drafter, a pytree of arrays."""
 
     @property
@@ -319,7 +321,9 @@ class EngineState(NamedTuple):
         )
 
 
-def init(config: EngineConfig, pages: Pages, memory: Any = None) -> EngineState:
+def init(
+    config: EngineConfig, pages: Pages, memory: PyTree[ArrayOrShape] = None
+) -> EngineState:
     """Makes the state of an idle engine.
 
     Args:
@@ -387,7 +391,7 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
     """Makes `num` empty rows of sequences; `num` is static."""
 
     # One buffer per field: the state is donated, and no buffer can be donated twice.
-    def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
+    def zeros(*shape: int, dtype: DTypeLike = jnp.int32) -> Array:
         return jnp.zeros((num, *shape), dtype)
 
     return Sequences(

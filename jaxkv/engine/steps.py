@@ -6,14 +6,15 @@ be jitted or mapped by the caller. A step never waits for the host.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from jaxkv import arrays, ledger, scheduling, validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import (
     counts,
     drafting,
@@ -100,7 +101,7 @@ class StepInfo(NamedTuple):
 
 
 def step(
-    params: Any,
+    params: PyTree[ArrayOrShape],
     state: EngineState,
     *,
     config: EngineConfig,
@@ -283,7 +284,7 @@ def plan_step(
 
 @validation.checks_numbers()
 def run_steps(
-    params: Any,
+    params: PyTree[ArrayOrShape],
     state: EngineState,
     clock: Int32[Array, " 2"],
     *,
@@ -315,7 +316,7 @@ def run_steps(
         step_config = dataclasses.replace(config, max_drafts=0)
         speculation = None
 
-    def body(state: EngineState, _: None) -> tuple[EngineState, Any]:
+    def body(state: EngineState, _: None) -> tuple[EngineState, jax.tree_util.Partial]:
         state, info = step(
             params,
             state,
@@ -403,7 +404,7 @@ def _retire(
 
     def note(
         state: EngineState, begins: Array, reason: Array, is_retired: Array
-    ) -> Any:
+    ) -> EngineState:
         books = state.ledger
         length = state.table.length
         ended = reason != NOT_ENDED

@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, PyTree
 
 from jaxkv import arrays, validation
 from jaxkv.memory import page_parts
@@ -79,7 +79,8 @@ class KVLayout:
         `shape` is the shape of the keys, and `dtype` the dtype of the model.
         """
 
-        def leaf(width: int) -> Any:  # new each time: buffers are donated only once
+        # New each time: buffers are donated only once.
+        def leaf(width: int) -> PyTree[Array]:
             sizes = *shape[:4], width
             if self.kv_dtype == "model":
                 return jnp.zeros(sizes, dtype)
@@ -125,7 +126,7 @@ class KVLayout:
         sizes = {"num_layers": pages.num_layers, "num_pages": pages.num_pages}
         ids = flat_ids(page, layer, **sizes)
 
-        def put(leaf: Any, new: Array) -> Any:
+        def put(leaf: PyTree[Array], new: Array) -> PyTree[Array]:
             numbers, scales = quantizing.split_quantized(flatten_layers(leaf))
             leaf_parts = write_rows(numbers, ids, offset, new, scales=scales)
             return jax.tree.map(
@@ -155,7 +156,7 @@ class KVLayout:
           up to rounding to the type of the pages; zeros where no page is mapped.
         """
 
-        def one(leaf: Any) -> Array:
+        def one(leaf: Array | QuantizedArray) -> Array:
             numbers, scales = quantizing.split_quantized(leaf)
             page_numbers = arrays.take(numbers, (layer, page_ids), fill=0)
             if scales is not None:
@@ -264,7 +265,7 @@ class KVLayout:
             state = merge(state, page_parts.CONTEXT)
         return state.out
 
-    def specs(self, pages: Pages, *, heads: str) -> Any:
+    def specs(self, pages: Pages, *, heads: str) -> PyTree[PartitionSpec]:
         """Returns the partitioning of `k` and `v` over a mesh, as `PartitionSpec`s.
 
         KV heads are divided over the mesh axis `heads`, unless all query heads share
@@ -375,7 +376,7 @@ def _local_view(pages: Pages, rows: Rows, window: int | None) -> RowView:
     )
 
 
-def can_rotate_and_write(pages: Pages, qkv: Any) -> bool:
+def can_rotate_and_write(pages: Pages, qkv: Array | jax.ShapeDtypeStruct) -> bool:
     """Returns True if `rotate_and_write` supports a projection of this shape."""
     return (
         pages.layout == DEFAULT_LAYOUT

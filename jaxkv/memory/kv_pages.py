@@ -22,16 +22,17 @@ places are set to an out-of-range id after the offset is added, never before.
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Bool, Float, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
 
 from jaxkv import arrays, validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.memory import page_parts
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.layered import flat_ids
@@ -50,10 +51,10 @@ class Pages(NamedTuple):
     Only the layout accesses `k` and `v`; other code calls its methods.
     """
 
-    k: Any
+    k: PyTree[Array]
     """Keys with encoded positions: an array, or a tree of arrays such as a
     `QuantizedArray`."""
-    v: Any
+    v: PyTree[Array]
     """Values of the same tokens; None in a layout whose values are part of the keys."""
     layout: "KVLayout"
     """Content of `k` and `v`; static, part of the tree's structure."""
@@ -279,7 +280,7 @@ def move_tokens(
     return arrays.update_if(jnp.any(moves), every_one, pages, moves, source, target)
 
 
-def gather_pages(pages: Any, page_ids: Int32[Array, " n"]) -> Any:
+def gather_pages(pages: PyTree[Array], page_ids: Int32[Array, " n"]) -> PyTree[Array]:
     """Copies pages out of a pool: every leaf is `[layers, n, ...]` in the order of ids.
 
     The content at an id of `NO_PAGE` is undefined.
@@ -288,7 +289,9 @@ def gather_pages(pages: Any, page_ids: Int32[Array, " n"]) -> Any:
     return jax.tree.map(lambda leaf: leaf[:, safe_ids], pages)
 
 
-def scatter_pages(pages: Any, page_ids: Int32[Array, " n"], content: Any) -> Any:
+def scatter_pages(
+    pages: PyTree[Array], page_ids: Int32[Array, " n"], content: PyTree[Array]
+) -> PyTree[Array]:
     """Copies content, as `gather_pages` returns it, into pages of a pool, in place.
 
     Args:
@@ -309,7 +312,9 @@ def scatter_pages(pages: Any, page_ids: Int32[Array, " n"], content: Any) -> Any
     return jax.tree.map(one_leaf, pages, content)
 
 
-def to_host(pages: Any, page_ids: np.ndarray | slice | None = None) -> Any:
+def to_host(
+    pages: PyTree[Array], page_ids: np.ndarray | slice | None = None
+) -> PyTree[np.ndarray]:
     """Copies pages, or without ids all arrays of a tree, to host memory.
 
     With an array of ids the result owns its memory and does not change when the device
@@ -321,7 +326,9 @@ def to_host(pages: Any, page_ids: np.ndarray | slice | None = None) -> Any:
 
 
 @validation.checks_numbers()
-def expand_pages(content: Any, num_pages: int, page_ids: Any) -> Any:
+def expand_pages(
+    content: PyTree[np.ndarray], num_pages: int, page_ids: np.ndarray | slice
+) -> PyTree[np.ndarray]:
     """Returns host arrays of `num_pages` pages: `content` at its ids, zeros elsewhere.
 
     Programs take content of one fixed width, so that they are compiled once.
@@ -336,7 +343,9 @@ def expand_pages(content: Any, num_pages: int, page_ids: Any) -> Any:
     return jax.tree.map(one_leaf, content)
 
 
-def check_content(pages: Any, content: Sequence[tuple[str, tuple[int, ...]]]) -> int:
+def check_content(
+    pages: PyTree[ArrayOrShape], content: Sequence[tuple[str, tuple[int, ...]]]
+) -> int:
     """Checks that arrays fit a pool, by their dtypes and shapes.
 
     Args:
@@ -363,7 +372,7 @@ def check_content(pages: Any, content: Sequence[tuple[str, tuple[int, ...]]]) ->
     return count
 
 
-def flatten_layers(pages: Any) -> Any:
+def flatten_layers(pages: PyTree[Array]) -> PyTree[Array]:
     """Views every leaf as `[layers * pages, ...]`, for `flat_ids`, without a copy."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pages)
 

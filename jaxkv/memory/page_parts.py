@@ -9,13 +9,11 @@ These functions run inside `jax.shard_map` over the axis `CONTEXT`; elsewhere pa
 not divided. vLLM calls this division decode context parallelism.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, PyTree
 
 from jaxkv import validation
 
@@ -84,7 +82,7 @@ def check_window(size: int | None, *, page_size: int) -> None:
         )
 
 
-def broadcast_from_owner(local_rows: Any) -> Any:
+def broadcast_from_owner(local_rows: PyTree[Array]) -> PyTree[Array]:
     """Returns on all devices the values of the one device that has nonzero values.
 
     The result is exact for every dtype.

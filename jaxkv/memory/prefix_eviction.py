@@ -175,7 +175,9 @@ def evict(
             page_pool.release(pool, ids),
         )
 
-    def all_of_them(carry: Any, num: Array) -> Any:
+    def all_of_them(
+        carry: tuple[Array, Array, IdlePages, Pool], num: Array
+    ) -> tuple[Array, Array, IdlePages, Pool]:
         return lax.fori_loop(
             0, -(-num // EVICTION_CHUNK), functools.partial(evict_chunk, num), carry
         )

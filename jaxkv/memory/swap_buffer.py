@@ -8,7 +8,7 @@ pages of a request are in one location: the pool, the buffer, or the host.
 Source: Kwon et al. 2023, arXiv:2309.06180, section 4.5.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +167,9 @@ def copy_in(
       are not reserved again.
     """
 
-    def bring(_: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def bring(
+        _: Array, carry: tuple[Pages, Pool, Table, Staging]
+    ) -> tuple[Pages, Pool, Table, Staging]:
         pages, pool, table, s = carry
         comes = arrays.take(back, s.owner, fill=False)
         pool, ids, _ = page_pool.allocate(pool, comes.astype(jnp.int32), max_pages=1)

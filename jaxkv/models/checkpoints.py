@@ -260,11 +260,11 @@ def _load_tokenizer(
     return tokenizer, valid_ids
 
 
-def _read_if_there(path: Path) -> dict[str, Any] | None:
+def _read_if_there(path: Path) -> dict[str, object] | None:
     return read_json(path) if path.exists() else None
 
 
-def _chat_templates(folder: Path) -> dict[str, Any]:
+def _chat_templates(folder: Path) -> dict[str, object]:
     """Returns the setting of chat templates with files of their own; may be empty."""
     paths = {"default": folder / "chat_template.jinja"}
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

@@ -7,14 +7,15 @@ protocol, and `attend` computes the paged attention of a layer.
 
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxkv import validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.memory import Pages, Rows
 from pallas_kernels.layered import Layer
 from pallas_kernels.paged_attention import StepPlan
 
-type Params = Any
+type Params = PyTree[ArrayOrShape]
 """A pytree of arrays: nested dicts, as `init_params` and `checkpoints` return them."""
 
 
@@ -39,7 +40,7 @@ class ForwardResult(NamedTuple):
 class Forward(Protocol):
     """A model for the engine: hashable, and equal to models that compute the same."""
 
-    def __call__(self, params: Any, pages: Pages, rows: Rows) -> ForwardResult:
+    def __call__(self, params: Params, pages: Pages, rows: Rows) -> ForwardResult:
         """Runs the model on the rows.
 
         Args:

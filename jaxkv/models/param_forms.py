@@ -4,17 +4,17 @@ Every function of this package that takes parameters accepts all forms.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, PyTree
 
 from jaxkv import validation
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 
 
-def is_selection_bias(path: Sequence[Any]) -> bool:
+def is_selection_bias(path: Sequence[object]) -> bool:
     """Returns True for the selection bias of a mixture, given a path of JAX's trees.
 
     It is float32 or wider for any weights, and no gradient trains it.
@@ -31,7 +31,7 @@ def layer_kinds(config: ModelConfig) -> list[range]:
 
 
 @validation.checks_numbers(index=0)
-def index_leaves(tree: Any, index: int) -> Any:
+def index_leaves(tree: PyTree[Array], index: int) -> PyTree[Array]:
     """Returns entry `index` of the leading axis of every array."""
     return jax.tree.map(lambda x: x[index], tree)
 

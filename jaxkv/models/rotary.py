@@ -9,7 +9,7 @@ the latents themselves.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -227,7 +227,7 @@ def expand_mean_latents(
 
 def map_row_arrays(
     function: Callable[[Array], Array], projected: Array | LatentProjection
-) -> Any:
+) -> Array | LatentProjection:
     """Applies a function of arrays whose last axis has the rows to a projection."""
     if not isinstance(projected, LatentProjection):
         return function(projected)

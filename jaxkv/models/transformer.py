@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
 from jaxkv import validation
 from jaxkv.models import initialization, moe, param_forms, rotary
@@ -55,7 +55,7 @@ class States(NamedTuple):
 
     last: Activations
     """The last hidden state, after its norm."""
-    carry: Any
+    carry: PyTree[Array]
     """The final carry of `attend`."""
     routings: list[moe.Routing]
     """Routing of each mixture."""
@@ -119,7 +119,7 @@ class Transformer(nnx.Module):
         self,
         config: ModelConfig,
         *,
-        rngs: Any,
+        rngs: nnx.Rngs | initialization.ShapeRecorder | initialization.PredrawnNormals,
         dtype=jnp.float32,
         scanned=False,
         with_transposed=False,
@@ -154,7 +154,7 @@ class Transformer(nnx.Module):
         tokens: Int[Array, " rows"],
         positions: Int[Array, " rows"],
         attend: Attend,
-        carry: Any,
+        carry: PyTree[Array],
         *,
         inputs: Float[Array, "hidden rows"] | None = None,
         live: Bool[Array, " rows"] | None = None,
@@ -216,7 +216,7 @@ class Transformer(nnx.Module):
         x: Activations,
         positions: Int[Array, " places"],
         attend: Attend,
-        carry: Any,
+        carry: PyTree[Array],
         orientation: Orientation,
         *,
         only: tuple[int, ...] | None = None,
@@ -249,7 +249,11 @@ class Transformer(nnx.Module):
         return self._scan(_run_layer, x, carry, tapped)
 
     def _unroll(
-        self, run: Callable, x: Array, carry: Any, only: tuple[int, ...] | None
+        self,
+        run: Callable,
+        x: Array,
+        carry: PyTree[Array],
+        only: tuple[int, ...] | None,
     ) -> States:
         """Runs one layer after another; layers of a kind are calls of one function."""
         routings = []
@@ -264,7 +268,9 @@ class Transformer(nnx.Module):
                 routings += [] if routing is None else [routing]
         return States(x, carry, routings, before)
 
-    def _scan(self, run: Callable, x: Array, carry: Any, tapped: bool) -> States:
+    def _scan(
+        self, run: Callable, x: Array, carry: PyTree[Array], tapped: bool
+    ) -> States:
         """Runs all layers of a kind as one loop, which compiles as one layer."""
         routings = []
         before = []
@@ -306,7 +312,7 @@ def _split(
     *,
     scanned: bool = False,
     with_transposed: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[nnx.GraphDef, nnx.State]:
     """Returns the graph of a model, and the shapes of its parameters."""
     rngs = initialization.ShapeRecorder() if rngs is None else rngs
     form = {"scanned": scanned, "with_transposed": with_transposed}

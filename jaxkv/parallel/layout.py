@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxkv import validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import EngineState
 from jaxkv.memory import CONTEXT, Pages, Staging, check_window
 from jaxkv.models import EXPERT, TENSOR, Params
@@ -63,17 +64,20 @@ def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> Non
 
 
 def map_over_mesh(
-    function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any
+    function: Callable,
+    mesh: Mesh,
+    in_specs: PyTree[PartitionSpec],
+    out_specs: PyTree[PartitionSpec],
 ) -> Callable:
     """Returns a function that every device runs on its parts, as the specs divide them.
 
     Results with a replicated spec must be equal on all devices, which is not checked.
     """
 
-    def copy_if_empty(x: Any) -> Any:
+    def copy_if_empty(x: Array) -> Array:
         return x if x.size else jnp.zeros(x.shape, x.dtype)
 
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree[Array]) -> PyTree[Array]:
         # XLA's partitioner (jax 0.11.2) aborts on an empty array passed through.
         return jax.tree.map(copy_if_empty, function(*jax.tree.map(copy_if_empty, args)))
 
@@ -83,13 +87,17 @@ def map_over_mesh(
     )
 
 
-def shardings(tree: Any, specs: Any, mesh: Mesh) -> Any:
+def shardings(
+    tree: PyTree[ArrayOrShape], specs: PyTree[PartitionSpec], mesh: Mesh
+) -> PyTree[NamedSharding]:
     """Returns the sharding of each array; `specs` may be a prefix of the tree."""
     full = jax.tree.broadcast(_on(mesh, specs), tree, is_leaf=_is_spec)
     return jax.tree.map(lambda x: NamedSharding(mesh, x), full, is_leaf=_is_spec)
 
 
-def place_tree(tree: Any, specs: Any, mesh: Mesh) -> Any:
+def place_tree(
+    tree: PyTree[ArrayOrShape], specs: PyTree[PartitionSpec], mesh: Mesh
+) -> PyTree[Array]:
     """Puts arrays on the devices of their specs, which may be a prefix of the tree."""
     return jax.device_put(tree, shardings(tree, specs, mesh))
 
@@ -107,7 +115,7 @@ def specs_on(params: Params, mesh: Mesh) -> Params:
       ValueError: a parameter is elsewhere; the message names it.
     """
 
-    def spec(path: Any, array: Array) -> PartitionSpec:
+    def spec(path: jax.tree_util.KeyPath, array: Array) -> PartitionSpec:
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
             raise ValueError(
@@ -119,7 +127,7 @@ def specs_on(params: Params, mesh: Mesh) -> Params:
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def pages_specs(pages: Pages) -> Any:
+def pages_specs(pages: Pages) -> PyTree[PartitionSpec]:
     """Returns the specs of pages: those of their layout, and of features by places."""
     specs = pages.layout.specs(pages, heads=TENSOR)
     second = None if pages.draft_pages is None else pages_specs(pages.draft_pages)
@@ -127,7 +135,7 @@ def pages_specs(pages: Pages) -> Any:
     return specs._replace(draft_pages=second, features=features)
 
 
-def state_specs(state: EngineState) -> Any:
+def state_specs(state: EngineState) -> PyTree[PartitionSpec]:
     """Returns the specs of an engine's state, in which only pages are divided."""
     specs: Any = EngineState(*(REPLICATED for _ in state))  # ty: ignore[invalid-argument-type]
     specs = specs._replace(pages=pages_specs(state.pages))
@@ -159,7 +167,7 @@ def place_state(state: EngineState, mesh: Mesh) -> EngineState:
     return place_tree(state, specs, mesh)
 
 
-def _on(mesh: Mesh, specs: Any) -> Any:
+def _on(mesh: Mesh, specs: PyTree[PartitionSpec]) -> PyTree[PartitionSpec]:
     """Returns the specs without axes that the mesh does not have."""
 
     def one(spec: PartitionSpec) -> PartitionSpec:
@@ -169,5 +177,5 @@ def _on(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(one, specs, is_leaf=_is_spec)
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)

@@ -10,14 +10,13 @@ arXiv:2310.01889, section 3 (ring); Brandon et al. 2023, arXiv:2311.09431 (balan
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32, PyTree
 
 from jaxkv import validation
 from pallas_kernels.flash_attention import flash_attention
@@ -121,6 +120,10 @@ def ring_attention(
     return _ring(q, k, v, degree, scale)
 
 
+type _Residuals = tuple[Array, Array, Array, Array, Array]
+"""Queries, keys, values, output and log-sum-exp."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _ring(q: Array, k: Array, v: Array, degree: int, scale: float | None) -> Array:
     return _ring_forward(q, k, v, degree, scale)[0]
@@ -128,8 +131,10 @@ def _ring(q: Array, k: Array, v: Array, degree: int, scale: float | None) -> Arr
 
 def _ring_forward(
     q: Array, k: Array, v: Array, degree: int, scale: float | None
-) -> Any:
-    def hop(number: Array, carry: Any) -> Any:
+) -> tuple[Array, _Residuals]:
+    def hop(
+        number: Array, carry: tuple[tuple[Array, Array], tuple[Array, Array]]
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         (k, v), state = carry
         k, v = _pass_on((k, v), degree)
         # Combines attention over two sets of keys by their log-sum-exps.
@@ -147,13 +152,15 @@ def _ring_forward(
 
 
 def _ring_backward(
-    degree: int, scale: float | None, residuals: Any, grad: Array
+    degree: int, scale: float | None, residuals: _Residuals, grad: Array
 ) -> tuple[Array, Array, Array]:
     # Sent again: otherwise XLA recognises the exchange of the forward pass and keeps
     # its result in memory.
     q, k, v, out, lse = lax.optimization_barrier(residuals)
 
-    def of_block(number: Any, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    def of_block(
+        number: Array | None, k: Array, v: Array
+    ) -> tuple[Array, Array, Array]:
         (part, part_lse), back = jax.vjp(
             lambda q, k, v: _from(number, q, k, v, scale), q, k, v
         )
@@ -161,7 +168,9 @@ def _ring_backward(
         grad_lse = jnp.sum(grad * (part - out) * share, axis=-1).astype(part_lse.dtype)
         return back(((grad * share).astype(part.dtype), grad_lse))
 
-    def hop(number: Array, carry: Any) -> Any:
+    def hop(
+        number: Array, carry: tuple[tuple[Array, ...], Array]
+    ) -> tuple[tuple[Array, ...], Array]:
         sent, grad_q = carry
         k, v, grad_k, grad_v = _pass_on(sent, degree)
         more = of_block(number, k, v)
@@ -177,14 +186,14 @@ def _ring_backward(
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _pass_on(arrays: Any, degree: int) -> Any:
+def _pass_on(arrays: Sequence[Array], degree: int) -> PyTree[Array]:
     """Sends arrays to the next device of the ring."""
     pairs = [(i, (i + 1) % degree) for i in range(degree)]
     return jax.tree.map(lambda x: lax.ppermute(x, RING, pairs), tuple(arrays))
 
 
 def _from(
-    number: Any, q: Array, k: Array, v: Array, scale: float | None
+    number: Array | None, q: Array, k: Array, v: Array, scale: float | None
 ) -> tuple[Array, Array]:
     """Attends to keys and values received after `number` hops; None means the own ones.
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxkv import validation
 from jaxkv.models import EXPERT, TENSOR, ModelConfig, Params, param_axes, stack_layers
@@ -133,7 +133,9 @@ def unfit_params(config: ModelConfig, params: Params, degree: int) -> Params:
 
 
 def param_specs(
-    axes: Any, mesh: Mesh, more_axes: Mapping[str, str] | None = None
+    axes: PyTree[tuple[str | None, ...]],
+    mesh: Mesh,
+    more_axes: Mapping[str, str] | None = None,
 ) -> Params:
     """Returns the partitioning of parameters over the axes that a mesh has.
 
@@ -151,7 +153,9 @@ def param_specs(
     )
     over = {name: axis for name, axis in over.items() if axis in mesh.shape}
 
-    def spec(path: Any, names: tuple[str | None, ...]) -> PartitionSpec:
+    def spec(
+        path: jax.tree_util.KeyPath, names: tuple[str | None, ...]
+    ) -> PartitionSpec:
         axis_by_name = over
         if "router" in _keys(path):
             axis_by_name = {name: over[name] for name in over if name != "experts"}
@@ -161,12 +165,12 @@ def param_specs(
     return jax.tree_util.tree_map_with_path(spec, axes, is_leaf=is_axes)
 
 
-def _keys(path: Any) -> Path:
+def _keys(path: jax.tree_util.KeyPath) -> Path:
     return tuple(key.key for key in path)
 
 
 def make_placer(
-    config: ModelConfig, mesh: Mesh, axes: Any = None
+    config: ModelConfig, mesh: Mesh, axes: PyTree[tuple[str | None, ...]] = None
 ) -> Callable[[Path, np.ndarray | Array], Array]:
     """Returns a function that puts one parameter on the devices, each with its part.
 
@@ -197,7 +201,10 @@ def make_placer(
 
 
 def place_params(
-    config: ModelConfig, params: Params, mesh: Mesh, axes: Any = None
+    config: ModelConfig,
+    params: Params,
+    mesh: Mesh,
+    axes: PyTree[tuple[str | None, ...]] = None,
 ) -> Params:
     """Divides parameters, layers not stacked; the result has the form of `fit_config`.
 

@@ -6,11 +6,11 @@ rounding.
 """
 
 import operator
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 Mass = tuple[Array, ...]
@@ -57,7 +57,7 @@ def is_at_least(mass: Mass, target: Mass) -> Array:
 
 
 def fraction_of(
-    part: Float[Array, " rows"], total: Mass, bits: int, dtype: Any
+    part: Float[Array, " rows"], total: Mass, bits: int, dtype: DTypeLike
 ) -> Mass:
     """Returns `part` of a mass, rounded to `dtype` and at most the mass."""
     share = to_digits(part.astype(dtype) * to_float(total, bits, dtype), bits)
@@ -65,7 +65,7 @@ def fraction_of(
     return tuple(jnp.where(over, t, s) for t, s in zip(total, share, strict=True))
 
 
-def to_float(mass: Mass, bits: int, dtype: Any) -> Array:
+def to_float(mass: Mass, bits: int, dtype: DTypeLike) -> Array:
     """Converts a mass to a float."""
     digits = (m.astype(dtype) * 2.0 ** (-bits * (i + 1)) for i, m in enumerate(mass))
     first, second, third = digits

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxkv import validation
@@ -207,7 +208,9 @@ class Params(NamedTuple):
 
 
 def make_params(
-    requests: Sequence[Sampling], keys: Sequence[Any], samples: Sequence[int]
+    requests: Sequence[Sampling],
+    keys: Sequence[ArrayLike | tuple[int, int]],
+    samples: Sequence[int],
 ) -> Params:
     """Stacks the parameters of several sequences as NumPy arrays, one row each.
 

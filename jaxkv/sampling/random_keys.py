@@ -3,11 +3,10 @@
 They do not depend on rows, slots or the order of arrival, and so neither does a draw.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxkv import validation
@@ -89,7 +88,7 @@ def draw_key(
 
 
 def gumbel(
-    key: UInt32[Array, "rows 2"], ids: Int32[Array, "#rows tokens"], dtype: Any
+    key: UInt32[Array, "rows 2"], ids: Int32[Array, "#rows tokens"], dtype: DTypeLike
 ) -> Float[Array, "rows tokens"]:
     """Draws standard Gumbel noise, a function of key and token id only.
 
@@ -109,7 +108,7 @@ def gumbel(
 
 
 def exponential(
-    key: UInt32[Array, "rows 2"], ids: Int32[Array, "#rows tokens"], dtype: Any
+    key: UInt32[Array, "rows 2"], ids: Int32[Array, "#rows tokens"], dtype: DTypeLike
 ) -> Float[Array, "rows tokens"]:
     """Draws standard exponential noise; `gumbel` is minus its logarithm.
 
@@ -127,7 +126,7 @@ def exponential(
 def uniform(
     key: UInt32[Array, "rows 2"],
     ids: Int32[Array, "#rows n"],
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "rows n"]:
     """Draws numbers in [0, 1), functions of key and id only.
 
@@ -156,7 +155,13 @@ def _below_one(numbers: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
     return jnp.minimum(numbers, 1 - 2.0**-24)
 
 
-def _threefry(key0: Any, key1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
+type _Words = Array | np.ndarray
+"""Numbers in uint32."""
+
+
+def _threefry(
+    key0: _Words, key1: _Words, x0: _Words, x1: _Words
+) -> tuple[_Words, _Words]:
     """Computes Threefry-2x32 with 20 rounds on uint32 arrays of NumPy or JAX.
 
     Written out because XLA then fuses it into the pass over the logits. JAX's version

@@ -5,12 +5,12 @@ blocks; only the blocks that can contain a result are read again.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, UInt
 
 from jaxkv import validation
@@ -163,7 +163,7 @@ def to_ordered_bits(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
 
 
 def from_ordered_bits(
-    order: UInt[Array, "*shape"], dtype: Any
+    order: UInt[Array, "*shape"], dtype: DTypeLike
 ) -> Float[Array, "*shape"]:
     """Inverts `to_ordered_bits`."""
     sign = ~(~jnp.zeros_like(order) >> 1)

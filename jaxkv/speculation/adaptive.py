@@ -11,13 +11,14 @@ Liu et al. 2024, arXiv:2406.14066 (a length chosen by goodput).
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from jaxkv import arrays, validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState, VerifyOutput
 from jaxkv.memory import Pages
 
@@ -46,7 +47,7 @@ class StepCosts(NamedTuple):
 class AdaptiveState(NamedTuple):
     """State of `Adaptive`: acceptance counts with exponential decay, costs, choices."""
 
-    inner: Any
+    inner: PyTree[Array]
     """State of the wrapped drafter."""
     lengths: Int32[Array, " lengths"]
     """Draft lengths to choose from: 0, then `EngineConfig.draft_buckets`."""
@@ -164,7 +165,7 @@ class Adaptive(Drafter):
 
     def propose(
         self,
-        params: Any,
+        params: PyTree[ArrayOrShape],
         memory: AdaptiveState,
         state: EngineState,
         granted: Int32[Array, " slots"],

@@ -19,20 +19,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, PyTree
 
 from jaxkv import arrays, sampling, validation
-from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState
+from jaxkv.arrays import ArrayOrShape
+from jaxkv.engine import Drafter, DrafterMemory, Drafts, EngineConfig, EngineState
 from jaxkv.memory import Pages, Rows
-from jaxkv.models import Forward, ForwardResult, PagedForward
+from jaxkv.models import Forward, ForwardResult, PagedForward, Params
 from jaxkv.speculation import draws
 
 
 class TargetAndDraftParams(NamedTuple):
     """Parameters of a target model and of its drafter."""
 
-    target: Any
-    draft: Any
+    target: Params
+    draft: Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +78,12 @@ class DraftModel(Drafter):
 
     def propose(
         self,
-        params: Any,
-        memory: Any,
+        params: PyTree[ArrayOrShape],
+        memory: DrafterMemory,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Any, Pages, Drafts]:
+    ) -> tuple[DrafterMemory, Pages, Drafts]:
         """Samples drafts in a loop of `max(granted)` forward passes."""
         draft_pages = state.pages.draft_pages if self.has_own_model else state.pages
         weights = params.draft if self.has_own_model else params

@@ -17,12 +17,12 @@ section 2.2.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxkv import models, validation
 from jaxkv.memory import Pages, Rows
@@ -344,7 +344,7 @@ def unroll_drafts(
     model = make_draft_transformer(params, target, config)
     positions = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
     states = fuse_features(params, features.reshape(batch * seq, -1))
-    keys: Any = ()
+    keys: tuple[tuple[Array, Array], ...] = ()
     logits = []
     for _ in range(num_steps):
         before = states.reshape(batch, seq, -1)[:, :-1]
@@ -359,14 +359,16 @@ def unroll_drafts(
 
 
 def _attend(
-    _: Any,
-    qkv: Any,
+    _: Array | int,
+    qkv: PyTree[Array],
     angles: Angles | None,
     keys: tuple[tuple[Array, Array], ...],
     *,
     config: ModelConfig,
     shape: tuple[int, int],
-) -> tuple[Float[Array, "kv_heads group value_dim rows"], Any]:
+) -> tuple[
+    Float[Array, "kv_heads group value_dim rows"], tuple[tuple[Array, Array], ...]
+]:
     """Attends as a step of `unroll_drafts`; `keys` are K and V of earlier steps."""
     (batch, seq), step = shape, len(keys)
     q, k, v = (

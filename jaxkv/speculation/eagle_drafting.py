@@ -28,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays, validation
-from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState
+from jaxkv.engine import Drafter, DrafterMemory, Drafts, EngineConfig, EngineState
 from jaxkv.memory import Pages, Rows, parent_places, read_features, write_features
 from jaxkv.models import Forward, ForwardResult, divide_rows
 from jaxkv.sampling import candidates
@@ -133,11 +133,11 @@ class Eagle(Drafter):
     def propose(
         self,
         params: TargetAndDraftParams,
-        memory: Any,
+        memory: DrafterMemory,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Any, Pages, Drafts]:
+    ) -> tuple[DrafterMemory, Pages, Drafts]:
         """Feeds the last known token, then the most likely guesses by depth."""
         if sum(self.beams) > config.max_drafts:
             raise ValueError(

@@ -7,7 +7,7 @@ one line.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -101,14 +101,14 @@ def load_heads(
     return LoadedHeads(config, params, acceptance)
 
 
-def _check_integers(name: str, value: Any) -> int | tuple[int, ...]:
+def _check_integers(name: str, value: object) -> int | tuple[int, ...]:
     """Checks an integer, or a list of them."""
     if isinstance(value, list):
         return tuple(validation.integer(name, x) for x in value)
     return validation.integer(name, value)
 
 
-def _check_acceptance(raw: Any) -> tuple[tuple[float, ...], ...]:
+def _check_acceptance(raw: Iterable[Iterable[object]]) -> tuple[tuple[float, ...], ...]:
     """Checks that values are in [0, 1], with equally many ranks at each depth."""
     shares = tuple(
         tuple(
@@ -153,7 +153,7 @@ def save_heads(
     folder = validation.path("folder", folder).absolute()
     check_replaceable(folder, "config.json", "heads", overwrite)
     kind = heads_kind(config)
-    raw: dict[str, Any] = {"model_type": kind}
+    raw: dict[str, object] = {"model_type": kind}
     raw |= {name: getattr(config.target, field) for name, field in _TRUNK_SIZES.items()}
     raw |= {name: getattr(config, name) for name in _HEAD_CONFIGS[kind][1]}
     raw["acceptance"] = [[round(float(x), 4) for x in depth] for depth in acceptance]

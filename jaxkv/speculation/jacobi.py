@@ -11,12 +11,13 @@ al. 2021, arXiv:2002.03629.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, PyTree
 
 from jaxkv import arrays
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState, VerifyOutput
 from jaxkv.memory import Pages
 
@@ -44,7 +45,7 @@ class Jacobi(Drafter):
 
     def propose(
         self,
-        params: Any,
+        params: PyTree[ArrayOrShape],
         memory: JacobiState,
         state: EngineState,
         granted: Int32[Array, " slots"],

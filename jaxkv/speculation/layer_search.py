@@ -13,7 +13,7 @@ greedily, the least important first.
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ def _remove_greedily(
     """Yields smaller and smaller sets, each without the least important layer."""
     layers: tuple[int, ...] = tuple(range(num_layers))
     while len(layers) > 1:
-        tried: list[Any] = [
+        tried: list[LayerSearchResult] = [
             judge(layers[:place] + layers[place + 1 :]) for place in range(len(layers))
         ]
         best = max(tried, key=lambda trial: trial.acceptance)

@@ -15,14 +15,15 @@ Source: Fu et al. 2024, arXiv:2402.02057, section 3 and figure 5.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, PyTree
 
 from jaxkv import arrays, validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState, VerifyOutput
 from jaxkv.memory import Pages
 
@@ -110,7 +111,7 @@ class Lookahead(Drafter):
 
     def propose(
         self,
-        params: Any,
+        params: PyTree[ArrayOrShape],
         memory: LookaheadState,
         state: EngineState,
         granted: Int32[Array, " slots"],

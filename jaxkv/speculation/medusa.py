@@ -10,15 +10,14 @@ Source: Cai et al. 2024, arXiv:2401.10774, section 2.1 (heads), 2.1.2 (trees).
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, PyTree
 
 from jaxkv import models, validation
-from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState
+from jaxkv.engine import Drafter, DrafterMemory, Drafts, EngineConfig, EngineState
 from jaxkv.memory import Pages, Rows, read_features
 from jaxkv.models import Forward, ForwardResult, ModelConfig, Params
 from jaxkv.sampling import candidates
@@ -90,7 +89,7 @@ def head_logits(
     """
     blocks = params["layers"]
 
-    def head(block: Any) -> Array:
+    def head(block: PyTree[Array]) -> Array:
         x = states.T
         for index in range(config.num_blocks):
             y = block["weight"][index] @ x + block["bias"][index][:, None]
@@ -153,7 +152,7 @@ class Medusa(Drafter):
         return self.topology.width
 
     def requested_draft_lengths(
-        self, memory: Any, state: EngineState, config: EngineConfig
+        self, memory: DrafterMemory, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """Returns the size of the tree."""
         num = min(config.max_drafts, len(self.topology.ranks))
@@ -162,11 +161,11 @@ class Medusa(Drafter):
     def propose(
         self,
         params: TargetAndDraftParams,
-        memory: Any,
+        memory: DrafterMemory,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Any, Pages, Drafts]:
+    ) -> tuple[DrafterMemory, Pages, Drafts]:
         """Runs the heads on the last fed token's state, and packs the tree."""
         row = jnp.maximum(state.slots.sequence, 0)
         num_tokens = state.slots.num_tokens

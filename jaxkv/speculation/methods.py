@@ -1,6 +1,7 @@
 """Speculation methods by name: builds drafter, forward pass and pages for a model."""
 
 import dataclasses
+import os
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -88,12 +89,12 @@ class SpeculationConfig:
 
     method: Method
     """One of `METHOD_NAMES`."""
-    draft_folder: Any = None
+    draft_folder: str | os.PathLike[str] | None = None
     """Folder, or name of a bundled model, of the draft model of "draft-model"."""
     draft_layers: int | tuple[int, ...] | None = None
     """Layers of the model that "early-exit" runs, for example those found by
     `search_layers`, or the number of first layers; None means half of the layers."""
-    heads_folder: Any = None
+    heads_folder: str | os.PathLike[str] | None = None
     """Folder of the heads of "medusa" or "eagle", trained for this model."""
     adaptive: bool = False
     """True if the draft length adapts to what pays, see `Adaptive`; `Engine.load` then
@@ -116,7 +117,7 @@ class SpeculationConfig:
                 )
 
 
-def parse_speculation(speculate: Any) -> SpeculationConfig | None:
+def parse_speculation(speculate: object) -> SpeculationConfig | None:
     """Returns a configuration; a string is the name of its method.
 
     Raises:

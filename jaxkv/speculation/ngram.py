@@ -9,15 +9,15 @@ arXiv:2304.04487 (copying from a reference).
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int32, PyTree
 
 from jaxkv import arrays, validation
-from jaxkv.engine import Drafter, Drafts, EngineConfig, EngineState
+from jaxkv.arrays import ArrayOrShape
+from jaxkv.engine import Drafter, DrafterMemory, Drafts, EngineConfig, EngineState
 from jaxkv.memory import Pages
 
 
@@ -43,12 +43,12 @@ class NGram(Drafter):
 
     def propose(
         self,
-        params: Any,
-        memory: Any,
+        params: PyTree[ArrayOrShape],
+        memory: DrafterMemory,
         state: EngineState,
         granted: Int32[Array, " slots"],
         config: EngineConfig,
-    ) -> tuple[Any, Pages, Drafts]:
+    ) -> tuple[DrafterMemory, Pages, Drafts]:
         """Looks up the last tokens of every slot in its own sequence."""
 
         def look_up() -> Drafts:

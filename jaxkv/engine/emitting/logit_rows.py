@@ -1,7 +1,7 @@
 """Logit rows with tokens and sampling parameters of their sequences."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def apply_logits_fn(
     """
     if logits_fn is None:
         return raw
-    logits: Any = logits_fn(answer, raw)
+    logits: object = logits_fn(answer, raw)
     shape_text = validation.format_value(logits)
     if isinstance(logits, jax.Array | np.ndarray):
         is_floating = jnp.issubdtype(logits.dtype, jnp.floating)
@@ -111,7 +111,7 @@ def place_positions(
     return (num_tokens[:, None] + index).reshape(-1)
 
 
-def map_rows[T](function: Callable[..., T], rows: Any, config: EngineConfig) -> T:
+def map_rows[T](function: Callable[..., T], rows: tuple, config: EngineConfig) -> T:
     """Applies a function to rows; reproducible numerics use tiles of `ROW_TILE`."""
     if config.numerics == "fast":
         return function(*rows)

@@ -24,7 +24,7 @@ ACTIVATION_NAMES = {
 }
 
 
-def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Converts a parsed `config.json`.
 
     Args:
@@ -91,7 +91,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 @validation.checks_numbers(high=validation.SIZES)
 def read_fields(
-    family: Family, raw: Mapping[str, Any], high: int = values.MAX_CONFIG_SIZE
+    family: Family, raw: Mapping[str, object], high: int = values.MAX_CONFIG_SIZE
 ) -> dict[str, Any]:
     """Reads the fields that the keys of a family set, and fields derived from them.
 
@@ -136,7 +136,7 @@ def read_fields(
     return result
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: ModelConfig) -> dict[str, object]:
     """Converts a configuration to a `config.json` that transformers 4 and 5 read.
 
     Raises:
@@ -186,7 +186,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def _is_fp8(settings: Any) -> bool:
+def _is_fp8(settings: object) -> bool:
     """Returns True for weights in 8 bits with a scale for each block of 128 x 128.
 
     `weights` loads them as numbers of the model's dtype. `activation_scheme` concerns
@@ -206,7 +206,7 @@ def _is_fp8(settings: Any) -> bool:
     )
 
 
-def _read_groups(method: Any) -> dict[str, int]:
+def _read_groups(method: object) -> dict[str, int]:
     """Returns the groups of DeepSeek-V2's methods, where they differ from their keys.
 
     Raises:
@@ -222,7 +222,7 @@ def _read_groups(method: Any) -> dict[str, int]:
     return {}
 
 
-def _family_of(raw: Mapping[str, Any]) -> str:
+def _family_of(raw: Mapping[str, object]) -> str:
     """Returns the family by architecture and model type, which must agree."""
     served = {name: family for name, family in FAMILIES.items() if family.servable}
     names = {family.architecture: name for name, family in served.items()}
@@ -245,7 +245,7 @@ def _family_of(raw: Mapping[str, Any]) -> str:
     return names[architectures]
 
 
-def without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
+def without_aliases(family: Family, raw: Mapping[str, object]) -> dict[str, object]:
     """Replaces aliases of keys by the keys.
 
     Raises:
@@ -264,7 +264,7 @@ def without_aliases(family: Family, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_values(
-    family: Family, raw: Mapping[str, Any], more: Mapping[str, Any] | None = None
+    family: Family, raw: Mapping[str, object], more: Mapping[str, object] | None = None
 ) -> None:
     """Checks keys of which only one value is supported.
 
@@ -287,7 +287,7 @@ def refuse_other_values(
             )
 
 
-def _checked(key: str, field: str, value: Any, high: int) -> Any:
+def _checked(key: str, field: str, value: object, high: int) -> Any:
     """Returns a value converted to the type of its field."""
     if field == "experts.gate_bias":
         return value == "noaux_tc"

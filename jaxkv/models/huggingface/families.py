@@ -6,7 +6,7 @@ further entry. Defaults are those of transformers.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Key(NamedTuple):
@@ -14,7 +14,7 @@ class Key(NamedTuple):
 
     fields: tuple[str, ...]
     """Fields that the key sets."""
-    default: Any = None
+    default: object = None
     """Value of a missing key; None if the key is required or derived."""
 
 
@@ -29,7 +29,7 @@ class Family(NamedTuple):
     """Name in `architectures`."""
     keys: Mapping[str, Key]
     """Hugging Face's key -> the fields that it sets, and its default."""
-    implied: Mapping[str, Any]
+    implied: Mapping[str, object]
     """Fields with a fixed value in this family."""
     derived: tuple[str, ...]
     """Fields that are derived from other fields if their key is missing or null."""
@@ -48,9 +48,9 @@ class Family(NamedTuple):
         not served."""
     servable: bool = True
     """True if the engine serves this family; False if only its size is computed."""
-    only: Mapping[str, Any] = {}
+    only: Mapping[str, object] = {}
     """Keys that change shapes, with the only supported value."""
-    only_served: Mapping[str, Any] = {}
+    only_served: Mapping[str, object] = {}
     """Keys with the only value that is served; other values affect sizes only. It is
     the default, or the only value for which the family's implementations agree."""
     equal: Mapping[str, str] = {}
@@ -78,7 +78,7 @@ class Family(NamedTuple):
     """Base of the rotary frequencies of a file without one."""
 
 
-def _key(*fields: str, default: Any = None) -> Key:
+def _key(*fields: str, default: object = None) -> Key:
     return Key(fields, default)
 
 

@@ -5,7 +5,6 @@ unsupported arithmetic. Nulls and empty values are ignored.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from jaxkv.models.huggingface.families import Family
 from jaxkv.models.huggingface.values import shorten
@@ -126,7 +125,7 @@ HARMLESS_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Reason -> keys, for every family."""
 
-ONLY: Mapping[str, Any] = {
+ONLY: Mapping[str, object] = {
     "add_cross_attention": False,
     "is_encoder_decoder": False,
     "rope_interleaved": False,
@@ -147,7 +146,7 @@ _EVERYWHERE.update(key for keys in HARMLESS_KEYS.values() for key in keys)
 
 
 def refuse_unknown(
-    family: Family, settings: Mapping[str, Any], read: frozenset[str]
+    family: Family, settings: Mapping[str, object], read: frozenset[str]
 ) -> None:
     """Raises an error for keys that may change the model's arithmetic.
 

@@ -47,7 +47,7 @@ _ROPE = {
 
 
 def read_positions(
-    family: Family, raw: Mapping[str, Any], num_layers: int
+    family: Family, raw: Mapping[str, object], num_layers: int
 ) -> Mapping[str, RopeScaling | float | int | None]:
     """Reads rotary positions and the sliding window of a parsed `config.json`.
 
@@ -132,13 +132,13 @@ def read_positions(
     return {"rope_theta": theta, "rope_scaling": scaling, "window": window}
 
 
-def write_positions(family: Family, config: ModelConfig) -> dict[str, Any]:
+def write_positions(family: Family, config: ModelConfig) -> dict[str, object]:
     """Writes the keys that `read_positions` reads, with rotary keys in the older form.
 
     Both versions of transformers read that form. `to_hf` reads the keys back, which
     finds fields that they cannot express.
     """
-    raw: dict[str, Any] = {"rope_theta": config.rope_theta}
+    raw: dict[str, object] = {"rope_theta": config.rope_theta}
     raw["rope_scaling"] = None
     if (scaling := config.rope_scaling) is not None:
         raw["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -167,7 +167,9 @@ def _magnitude(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
 
 
-def _read_yarn(rope: Mapping[str, Any], factor: float, original: Any) -> RopeScaling:
+def _read_yarn(
+    rope: Mapping[str, object], factor: float, original: object
+) -> RopeScaling:
     """Reads yarn's keys.
 
     Raises:
@@ -218,7 +220,7 @@ def _read_yarn(rope: Mapping[str, Any], factor: float, original: Any) -> RopeSca
     )
 
 
-def _write_yarn(scaling: RopeScaling) -> dict[str, Any]:
+def _write_yarn(scaling: RopeScaling) -> dict[str, float]:
     """Returns the keys that `_read_yarn` reads."""
     s = scaling
     raw = {
@@ -239,7 +241,7 @@ def _write_yarn(scaling: RopeScaling) -> dict[str, Any]:
     }
 
 
-def _agreed(values: Mapping[str, Any]) -> Any:
+def _agreed(values: Mapping[str, object]) -> Any:
     """Returns the value that several names have, None if there is none.
 
     Raises:
@@ -253,7 +255,9 @@ def _agreed(values: Mapping[str, Any]) -> Any:
     return next(iter(settings.values()), None)
 
 
-def _read_window(family: Family, raw: Mapping[str, Any], num_layers: int) -> int | None:
+def _read_window(
+    family: Family, raw: Mapping[str, object], num_layers: int
+) -> int | None:
     """Returns the sliding window if all layers have it, None if no layer has it.
 
     Raises:

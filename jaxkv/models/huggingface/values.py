@@ -21,7 +21,9 @@ _FIELDS_FROM_ZERO = ("num_ahead_layers", "experts.num_dense_layers")
 """Fields that are flags, numbers, and counts from 0; all other fields are sizes."""
 
 
-def parse_field(key: str, field: str, value: Any, high: int = MAX_CONFIG_SIZE) -> Any:
+def parse_field(
+    key: str, field: str, value: object, high: int = MAX_CONFIG_SIZE
+) -> Any:
     """Returns a value as the type of its field; errors as in the functions below."""
     if field in _BOOLEAN_FIELDS:
         return parse_flag(key, value)
@@ -41,7 +43,7 @@ def parse_field(key: str, field: str, value: Any, high: int = MAX_CONFIG_SIZE) -
 
 @validation.checks_numbers(low=(0, 2**63), high=validation.SIZES)
 def parse_size(
-    key: str, value: Any, *, low: int = 1, high: int = MAX_CONFIG_SIZE
+    key: str, value: object, *, low: int = 1, high: int = MAX_CONFIG_SIZE
 ) -> int:
     """Returns an integer in [low, most].
 
@@ -71,7 +73,7 @@ def parse_positive_number(key: str, value: Any) -> float:
     return float(value)
 
 
-def parse_flag(key: str, value: Any) -> bool:
+def parse_flag(key: str, value: object) -> bool:
     """Returns a boolean.
 
     Raises:
@@ -82,7 +84,7 @@ def parse_flag(key: str, value: Any) -> bool:
     return value
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """Returns a value from a file as one short line."""
     if isinstance(value, int) and abs(value) > 10**20:
         return f"{'-' * (value < 0)}10^{abs(value).bit_length() * 0.30103:.0f}"

@@ -155,7 +155,7 @@ def write_tree(folder: Path, tree: Params, dtype: np.dtype) -> None:
     _save_file(tensors, folder / WEIGHTS)
 
 
-def _named(tree: Params) -> dict[str, Any]:
+def _named(tree: Params) -> dict[str, Array | np.ndarray]:
     """Returns the leaves of nested dicts, in order, by their keys joined by dots."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
