@@ -30,7 +30,7 @@ MAX_SECONDS = (
 
 
 def refuse_outside(
-    options: Any, name: str, allowed: str, low: float, high: float = math.inf
+    options: object, name: str, allowed: str, low: float, high: float = math.inf
 ) -> None:
     """Refuses a number out of its range; None, a flag that is not given, is in it.
 
@@ -85,7 +85,7 @@ def parse_options[T](
     args: list[str],
     prog: str,
     description: str,
-    markers: tuple[Any, ...] = (tyro.conf.DisallowNone, tyro.conf.UseAppendAction),
+    markers: tuple[object, ...] = (tyro.conf.DisallowNone, tyro.conf.UseAppendAction),
     default: T | None = None,
 ) -> T:
     """Parses flags into a dataclass; framed errors of tyro become one line.

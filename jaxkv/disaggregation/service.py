@@ -150,7 +150,9 @@ class Service:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C reaches only this process
             )
-        self._started: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._started: concurrent.futures.Future[dict[str, str]] = (
+            concurrent.futures.Future()
+        )
         self._replies[0] = _resolve_future(self._started)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -333,7 +335,7 @@ class Service:
         *args: object,
         fields: Mapping[str, object] = MappingProxyType({}),
     ) -> "concurrent.futures.Future[Any]":
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future: concurrent.futures.Future[object] = concurrent.futures.Future()
         number = self._begin(_resolve_future(future), method, args, fields)
 
         def forget(done: "concurrent.futures.Future[Any]") -> None:

@@ -317,7 +317,7 @@ class Worker:
             self._engine.close()
 
     def _start_task(
-        self, attempt: Attempt, work: Coroutine[Any, Any, Any]
+        self, attempt: Attempt, work: Coroutine[object, object, object]
     ) -> asyncio.Task:
         if (box := self._mailboxes.get(attempt.router)) is None:
             work.close()

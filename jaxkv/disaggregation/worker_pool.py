@@ -425,7 +425,7 @@ class WorkerPool:
         self.by_name.pop(worker.name, None)
         self.note_change()
 
-    def _background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _background(self, work: Coroutine[object, object, None]) -> asyncio.Task:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -6,7 +6,6 @@ shape. Here arrays of equal size are drawn by one loop over their keys.
 
 import math
 from collections.abc import Sequence
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +74,7 @@ class _Stream:
     """A replacement of `nnx.Rngs` whose only stream is that of the parameters."""
 
     @property
-    def params(self) -> Self:
+    def params(self) -> "_Stream":
         """The stream of the parameters."""
         return self
 

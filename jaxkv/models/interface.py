@@ -5,7 +5,7 @@ returns logits. The engine serves any function with this signature: `Forward` is
 protocol, and `attend` computes the paged attention of a layer.
 """
 
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, PyTree
 
@@ -89,5 +89,14 @@ def attend(
     """
     layout = pages.layout
     pages = layout.write(pages, layer, k, v, rows)
-    options: Any = dict(scale=scale, window=window, numerics=numerics, plan=plan)
-    return layout.attend(pages, layer, q, rows, **options), pages
+    out = layout.attend(
+        pages,
+        layer,
+        q,
+        rows,
+        scale=scale,
+        window=window,
+        numerics=numerics,
+        plan=plan,
+    )
+    return out, pages

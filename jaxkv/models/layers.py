@@ -259,8 +259,9 @@ class Norm(nnx.Module):
     def __call__(self, x: Activations, axis: int) -> Activations:
         """Normalises every row."""
         bias = None if self.bias is None else self.bias[...]
-        how: Any = {"kind": self.kind, "eps": self.eps, "axis": axis}
-        return nonlinear.norm(x, self.scale[...], bias, **how)
+        return nonlinear.norm(
+            x, self.scale[...], bias, kind=self.kind, eps=self.eps, axis=axis
+        )
 
 
 class Mixture(nnx.Module):
@@ -345,8 +346,9 @@ class Mixture(nnx.Module):
         """
         product: Any = functools.partial(jnp.einsum, "erh,ehw->erw")
         if sizes is not None:
-            how: Any = {"group_sizes": sizes, "numerics": numerics}
-            product = functools.partial(grouped_matmul, **how)
+            product = functools.partial(
+                grouped_matmul, group_sizes=sizes, numerics=numerics
+            )
         up = self.up.weight[...]
         down = self.down.weight[...]
         hidden = product(x.astype(up.dtype), up)

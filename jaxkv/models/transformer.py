@@ -50,6 +50,10 @@ SHARED_PARAMS = ("embed", "embed_positions", "head")
 """Parameters that drafting layers share with their model."""
 
 
+type _Carried = tuple[Array, PyTree[Array]]
+"""State of the layers, and the carry of `attend`."""
+
+
 class States(NamedTuple):
     """Results of the layers."""
 
@@ -85,11 +89,15 @@ class AheadModule(nnx.Module):
         self.token_norm = norm()
         self.feature_norm = norm()
         self.final_norm = norm()
-        how: Any = {"rngs": rngs, "dtype": dtype}
         sizes = c.hidden_size, 2 * c.hidden_size
-        self.merge = Linear(*sizes, axes=("hidden", None), **how)
-        how["with_transposed"] = with_transposed
-        self.layer = Layer(c, c.num_layers - 1, **how)
+        self.merge = Linear(*sizes, axes=("hidden", None), rngs=rngs, dtype=dtype)
+        self.layer = Layer(
+            c,
+            c.num_layers - 1,
+            rngs=rngs,
+            dtype=dtype,
+            with_transposed=with_transposed,
+        )
 
     def inputs(
         self, embeddings: Activations, states: Activations, orientation: Orientation
@@ -233,7 +241,11 @@ class Transformer(nnx.Module):
         """
         angles = rotary.angles(self.config, positions, x.dtype, orientation.axis)
 
-        def _run_layer(graph: Any, carried: Any, indexed_weights: Any) -> Any:
+        def _run_layer(
+            graph: nnx.GraphDef,
+            carried: _Carried,
+            indexed_weights: tuple[Array, nnx.State],
+        ) -> tuple[_Carried, moe.Routing | None]:
             """Runs one layer of a kind, with its number and its weights."""
             (index, weights), (x, carry) = indexed_weights, carried
             layer = nnx.merge(graph, weights)
@@ -279,7 +291,11 @@ class Transformer(nnx.Module):
         ):
             graph, weights = nnx.split(layer)
 
-            def one(carried: Any, indexed_weights: Any, graph: Any = graph) -> Any:
+            def one(
+                carried: _Carried,
+                indexed_weights: tuple[Array, nnx.State],
+                graph: nnx.GraphDef = graph,
+            ) -> tuple[_Carried, tuple[moe.Routing | None, Array | None]]:
                 new, routing = run(graph, carried, indexed_weights)
                 return new, (routing, carried[0] if tapped else None)
 
@@ -492,10 +508,8 @@ def run_sequences(
         q, k, v = (
             x.reshape(-1, x.shape[-2], batch, seq).transpose(2, 3, 0, 1) for x in split
         )
-        how: Any = {"window": config.window, "scale": config.score_scale}
-        y, _ = flash_attention(q, k, v, **how)
+        y, _ = flash_attention(q, k, v, window=config.window, scale=config.score_scale)
         y = y.transpose(2, 3, 0, 1)
         return y.reshape(len(split[1]), -1, config.value_dim, batch * seq), carry
 
-    how: Any = {"taps": taps, "only": only}
-    return model.hidden(tokens.reshape(-1), position, attend, (), **how)
+    return model.hidden(tokens.reshape(-1), position, attend, (), taps=taps, only=only)

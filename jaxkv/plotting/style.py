@@ -7,7 +7,7 @@ and makes bar axes include zero.
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxkv.plotting import layout, systems
@@ -189,10 +189,10 @@ def shade_band(
 
 
 def annotate(
-    ax: "Axes", text: str, at: Any, offset: tuple[int, int], **look: Any
+    ax: "Axes", text: str, at: Sequence[float], offset: tuple[int, int], **look: Any
 ) -> None:
     """Writes a text near a point, at an offset in points (1/72 inch)."""
-    ax.annotate(text, at, offset, textcoords="offset points", **look)
+    ax.annotate(text, (at[0], at[1]), offset, textcoords="offset points", **look)
 
 
 def draw_reference_line(

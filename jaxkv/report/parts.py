@@ -57,7 +57,7 @@ class Verdicts(NamedTuple):
 ReportPart = Sheet | Excerpts | Verdicts
 
 
-def metric_sheets(metrics: dict[str, Any]) -> list[Sheet]:
+def metric_sheets(metrics: Mapping[str, object]) -> list[Sheet]:
     """Converts metrics to tables.
 
     Args:
@@ -141,7 +141,7 @@ def render_report(
     return "\n\n".join(sections) + "\n"
 
 
-def _row(name: str, items: list[dict[str, Any]]) -> tuple[str, ...]:
+def _row(name: str, items: list[dict[str, object]]) -> tuple[str, ...]:
     """Returns the label of a metric, and its cell for each dict."""
     pairs = [
         units.format_named(name, item[name]) if name in item else None for item in items

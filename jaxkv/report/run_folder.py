@@ -296,7 +296,7 @@ def read_run(folder: str | os.PathLike[str], experiment: Experiment) -> SavedRun
     env = files.read_json(env_path)
     if list in (study.result, typing.get_origin(study.result)):
         path = folder / "runs.jsonl"
-        result: Any = [
+        result = [
             files.parse_object(line, path)
             for line in files.read_text(path).splitlines()
         ]

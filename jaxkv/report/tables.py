@@ -76,7 +76,7 @@ def column(meaning: str, **reported: Any) -> Any:
     return dataclasses.field(metadata={"column": Column(**reported)})
 
 
-def computed_column[F: Callable[..., Any]](**reported: Any) -> Callable[[F], F]:
+def computed_column[F: Callable[..., object]](**reported: Any) -> Callable[[F], F]:
     """Declares a property as a column after the fields; goes below `@property`."""
 
     def declare(function: F) -> F:

@@ -72,7 +72,7 @@ def check_attributes(attributes: object) -> RequestAttributes:
     return from_fields(checked._asdict(), "attributes.")
 
 
-def from_fields(fields: Mapping[str, Any], prefix: str = "") -> RequestAttributes:
+def from_fields(fields: Mapping[str, object], prefix: str = "") -> RequestAttributes:
     """Returns attributes of one request; those that are absent have their default.
 
     Args:

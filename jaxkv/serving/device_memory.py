@@ -5,15 +5,17 @@ grants memory that it does not have, and kills the process that writes to it.
 """
 
 from pathlib import Path
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
+
+from jaxkv.arrays import ArrayOrShape
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 
-def num_bytes(tree: Any) -> int:
+def num_bytes(tree: PyTree[ArrayOrShape]) -> int:
     """Returns the bytes of a tree of arrays, or of their shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
@@ -28,7 +30,7 @@ def free_bytes() -> int | None:
     return min(readings, default=None)
 
 
-def check_free_memory(tree: Any, name: str) -> None:
+def check_free_memory(tree: PyTree[ArrayOrShape], name: str) -> None:
     """Raises an error if arrays do not fit into the free memory.
 
     Args:

@@ -60,7 +60,7 @@ def apply_transfer(
 class HostSpace:
     """Pages of swapped requests in host memory."""
 
-    def __init__(self, num_pages: int, move: Any):
+    def __init__(self, num_pages: int, move: jax.stages.Wrapped):
         """Makes an empty space for at most `num_pages` pages.
 
         `move` is the compiled function `apply_transfer`.

@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 _SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _SIGNAL_NUMBERS = [
@@ -29,7 +28,7 @@ class defer_signals:
 
     def __init__(self) -> None:
         """Initialises the context; signals are deferred from `__enter__` on."""
-        self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object]] = {}
         self._came: dict[int, FrameType | None] = {}
         self._holds = True
 

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -67,7 +68,7 @@ def make_engine_config(
     return EngineConfig(**fields)
 
 
-def find_model_folder(name: str, folder: Any) -> Path:
+def find_model_folder(name: str, folder: str | os.PathLike[str]) -> Path:
     """Finds the folder of a model by its path or the name of a bundled model.
 
     Raises:
@@ -78,7 +79,7 @@ def find_model_folder(name: str, folder: Any) -> Path:
 
 
 def read_model_folder(
-    folder: Any,
+    folder: str | os.PathLike[str],
     *,
     dtype: str,
     mesh: Mesh | None = None,

@@ -4,13 +4,15 @@ All engines of a process with equal configurations share them.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
-from jaxtyping import Array, Int32
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int32, PyTree
 
 from jaxkv import engine
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import DrainedSequences, EngineState
 from jaxkv.memory import Eviction, Pages, Prefix, Staging, export_prefix, import_prefix
 from jaxkv.parallel import REPLICATED, map_over_mesh, place_state, specs_on, state_specs
@@ -31,11 +33,11 @@ class Programs(NamedTuple):
     """
 
     run_steps: Any
-    submit: Any
-    drain: Any
-    move: Any
-    take_out: Any
-    bring_in: Any
+    submit: jax.stages.Wrapped
+    drain: jax.stages.Wrapped
+    move: jax.stages.Wrapped
+    take_out: jax.stages.Wrapped
+    bring_in: jax.stages.Wrapped
 
 
 class ProgramShardings(NamedTuple):
@@ -48,8 +50,8 @@ class ProgramShardings(NamedTuple):
     """
 
     mesh: Mesh
-    specs: tuple[Any, ...]
-    trees: tuple[Any, Any]
+    specs: tuple[PartitionSpec, ...]
+    trees: tuple[jax.tree_util.PyTreeDef, jax.tree_util.PyTreeDef]
 
 
 def _cancel_and_drain(
@@ -107,7 +109,11 @@ def mesh_programs(how: ProgramShardings) -> Programs:
     staging_of = state_of.staging
     out_specs = state_of, replicated
 
-    def mapped(function: Any, *in_specs: Any, out_specs: Any) -> Any:
+    def mapped(
+        function: Callable,
+        *in_specs: PyTree[PartitionSpec],
+        out_specs: PyTree[PartitionSpec],
+    ) -> Callable:
         return map_over_mesh(function, how.mesh, in_specs, out_specs)
 
     def run_steps(params, state, clock, *, policy, eviction, **static):
@@ -122,8 +128,8 @@ def mesh_programs(how: ProgramShardings) -> Programs:
             )
 
         in_specs = weights, state_of, replicated, replicated, replicated
-        run = mapped(run, *in_specs, out_specs=out_specs)
-        return run(params, state, clock, policy, eviction)
+        over_mesh = mapped(run, *in_specs, out_specs=out_specs)
+        return over_mesh(params, state, clock, policy, eviction)
 
     def submit(state, batch, *, config):
         run = functools.partial(engine.submit, config=config)
@@ -160,7 +166,7 @@ def mesh_programs(how: ProgramShardings) -> Programs:
 
 
 def select_programs(
-    params: Any, state: EngineState, mesh: Mesh | None
+    params: PyTree[ArrayOrShape], state: EngineState, mesh: Mesh | None
 ) -> tuple[Programs, EngineState]:
     """Returns the programs, and the state placed on their devices.
 
@@ -174,7 +180,9 @@ def select_programs(
     return mesh_programs(program_shardings(mesh, specs, state_specs(state))), state
 
 
-def program_shardings(mesh: Mesh, params: Any, state: Any) -> ProgramShardings:
+def program_shardings(
+    mesh: Mesh, params: PyTree[PartitionSpec], state: PyTree[PartitionSpec]
+) -> ProgramShardings:
     """Describes the partition specs of parameters and state."""
     flat = [jax.tree.flatten(tree) for tree in (params, state)]
     return ProgramShardings(mesh, *zip(*((tuple(a), b) for a, b in flat), strict=True))

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
+from numpy.typing import ArrayLike, DTypeLike
 
 from jaxkv import clock, scheduling, validation
 from jaxkv.engine import EngineConfig, Requests
@@ -78,7 +80,7 @@ def make_requests(
             f"{width=} must be at least {len(owner)}, one row for each sequence"
         )
 
-    def column(values: Any, dtype: Any = np.int32, blank: int = 0) -> Any:
+    def column(values: ArrayLike, dtype: DTypeLike = np.int32, blank: int = 0) -> Any:
         """Repeats each request's value for its rows; pads with `blank`."""
         values = np.array(values, dtype)
         padding = np.full((unused, *values.shape[1:]), blank, dtype)
@@ -148,8 +150,8 @@ def prefix_of(
 
 
 def pad_pages(
-    prefix: Prefix, pages: Any, like: Pages, config: EngineConfig
-) -> tuple[Prefix, Any]:
+    prefix: Prefix, pages: object, like: Pages, config: EngineConfig
+) -> tuple[Prefix, PyTree[np.ndarray]]:
     """Pads received pages to the most that a sequence may have.
 
     Args:
@@ -197,7 +199,7 @@ def _check_ids(name: str, values: Sequence[int], num: int) -> list[int]:
     return [refusals.check_request_id(name, x) for x in values]
 
 
-def _check_length(name: str, values: Sequence[Any], num: int) -> None:
+def _check_length(name: str, values: Sequence[object], num: int) -> None:
     if len(values) != num:
         raise ValueError(f"len({name})={len(values)} must be len(prompts)={num}")
 

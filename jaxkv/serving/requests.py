@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
 from jaxkv.serving import outputs
 from jaxkv.serving.outputs import Completion, Event, FinishedAnswer
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int, PyTree
 
 from jaxkv import clock, scheduling
 from jaxkv.ledger import SequenceEvents
@@ -151,7 +151,7 @@ class MemberBatch:
                 self._refuse_stall(member, draws[member], one, clocks[member])
 
     def _refuse_stall(
-        self, member: int, draws: np.ndarray, info: Any, end: np.ndarray
+        self, member: int, draws: np.ndarray, info: PyTree[Array], end: np.ndarray
     ) -> None:
         """Raises a `StallError` after too many steps without progress.
 
@@ -210,7 +210,7 @@ class MemberBatch:
         alive = (ends == 0) & (sample < np.asarray(load.samples[member])[:, None])
         return taken[alive.any(axis=1)[taken]]
 
-    def _fold(self, info: Any) -> None:
+    def _fold(self, info: PyTree[Array]) -> None:
         """Adds steps to the sums."""
         start_s = clock.to_seconds(info.start)
         seconds = info.micros / clock.MICROS_PER_SECOND

@@ -133,7 +133,7 @@ def _time(seconds: np.ndarray, micros: np.ndarray, until_s: float) -> np.ndarray
     return np.where((seconds > 0) & (time <= until_s), time, np.nan)
 
 
-def _warn(outcome: Outcome, w: Any, is_over: bool) -> None:
+def _warn(outcome: Outcome, w: Workload, is_over: bool) -> None:
     """Warns about rejected and unfinished requests, with the first of each."""
     is_asked = w.samples > 0
     or_ = "" if w.dependencies is None else ", or are sent after one that does not"

@@ -14,7 +14,7 @@ al. 2024, arXiv:2309.08168 (skipped layers); Elhoushi et al. 2024, arXiv:2404.16
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,9 @@ class DraftModel(Drafter):
         num_tokens = state.slots.num_tokens
         tokens = s.tokens[row]
 
-        def sample_next(index: Array, carry: tuple[Array, Array | None, Pages]) -> Any:
+        def sample_next(
+            index: Array, carry: tuple[Array, Array | None, Pages]
+        ) -> tuple[Array, Array | None, Pages]:
             tokens, probs, draft_pages = carry
             drafts = index < granted
             place = jnp.where(drafts, num_tokens - 1 + index, -1)

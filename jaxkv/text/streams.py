@@ -19,9 +19,9 @@ linear in the number of tokens.
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, TypedDict
 
 from jaxkv import validation
 from jaxkv.validation import INT32
@@ -30,6 +30,20 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 Decode = Callable[[list[str]], str]
 """A decoder of the `tokenizers` library: a list of pieces to text."""
+
+
+class DecoderState(TypedDict, total=False):
+    """A decoder in `tokenizer.json`; the fields depend on its type."""
+
+    type: str
+    decoders: list["DecoderState"]
+    content: str
+    start: int
+    stop: int
+    cleanup: bool
+    suffix: str
+    pattern: dict[str, str]
+
 
 CLEANUP = (
     (" .", "."),
@@ -70,7 +84,7 @@ class _Stage:
         del is_over
         return ()
 
-    def copy(self) -> Self:
+    def copy[S: "_Stage"](self: S) -> S:
         """Returns a stage in the same state."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
@@ -129,7 +143,7 @@ class _ByteRunStage(_Stage):
         self._text: list[str] = []  # its complete characters, while it is valid
         self._partial = b""
 
-    def copy(self) -> Self:
+    def copy(self) -> "_ByteRunStage":
         other = super().copy()
         other._text = list(self._text)
         return other
@@ -239,7 +253,7 @@ class _BufferStage(_Stage):
         self._is_joined = is_joined
         self._pieces: list[str] = []
 
-    def copy(self) -> Self:
+    def copy(self) -> "_BufferStage":
         other = super().copy()
         other._pieces = list(self._pieces)
         return other
@@ -395,8 +409,8 @@ class _Pieces(dict[int, Any]):
 
 
 def stage_makers(
-    state: Mapping[str, Any] | None,
-    build: Callable[[Mapping[str, Any]], Decode],
+    state: DecoderState | None,
+    build: Callable[[DecoderState], Decode],
     replaced: Iterable[tuple[str, str]] = (),
 ) -> list[Callable[[], _Stage]]:
     """Returns constructors of the stages of a decoder.
@@ -415,7 +429,7 @@ def stage_makers(
     for i, decoder in enumerate(decoders):
         stage_list = _joined(decoder, build) if is_joined else _separate(decoder, build)
         if stage_list is None:
-            tail_state = {"type": "Sequence", "decoders": decoders[i:]}
+            tail_state: DecoderState = {"type": "Sequence", "decoders": decoders[i:]}
             return [
                 *makers,
                 partial(_BufferStage, build(tail_state), is_joined),
@@ -426,14 +440,14 @@ def stage_makers(
     return [*makers, *after]
 
 
-def _flat(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _flat(state: DecoderState) -> list[DecoderState]:
     if state["type"] != "Sequence":
         return [state]
     return [decoder for part in state["decoders"] for decoder in _flat(part)]
 
 
 def _separate(
-    state: Mapping[str, Any], build: Callable[[Mapping[str, Any]], Decode]
+    state: DecoderState, build: Callable[[DecoderState], Decode]
 ) -> list[Callable[[], _Stage]] | None:
     """Returns the stages of a decoder applied to tokens; None if it is unknown."""
     match state["type"]:
@@ -457,7 +471,7 @@ def _separate(
 
 
 def _joined(
-    state: Mapping[str, Any], build: Callable[[Mapping[str, Any]], Decode]
+    state: DecoderState, build: Callable[[DecoderState], Decode]
 ) -> list[Callable[[], _Stage]] | None:
     """Returns the stages of a decoder applied to joined text; None if it is unknown."""
     match state["type"]:

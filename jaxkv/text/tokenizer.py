@@ -20,6 +20,7 @@ from jaxkv.text.streams import (
     BYTE_STAGES,
     CLEANUP,
     Decode,
+    DecoderState,
     StreamDecoder,
     TextStream,
     stage_makers,
@@ -318,7 +319,7 @@ class Tokenizer(_ChatTemplates):
                 text = self.core.id_to_token(token)
                 return None if text in hidden else text
 
-            def build(state: Mapping[str, Any]) -> Decode:
+            def build(state: DecoderState) -> Decode:
                 document = _NO_PARTS | {"decoder": state}
                 return tokenizers.Tokenizer.from_str(
                     json.dumps(document)

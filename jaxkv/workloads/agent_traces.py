@@ -130,7 +130,7 @@ class _Reader:
             **{name: array("d") for name in ("arrival_s", "delay_s")},
         }
 
-    def add(self, session: dict[str, Any]) -> None:
+    def add(self, session: dict[str, object]) -> None:
         """Appends a session.
 
         Raises:
@@ -229,7 +229,7 @@ class _Reader:
 
     def _append_request(
         self,
-        entry: dict[str, Any],
+        entry: dict[str, object],
         where: str,
         output: int,
         sent_s: float,
@@ -294,7 +294,7 @@ def _gap_s(entries: list[object], index: int, sent_s: float) -> float:
 
 
 def _seconds(
-    entry: dict[str, Any], name: str, where: str, default: float | None = None
+    entry: dict[str, object], name: str, where: str, default: float | None = None
 ) -> float:
     """Returns a time of at least 0."""
     value = entry.get(name)
@@ -306,7 +306,7 @@ def _seconds(
     return float(value)
 
 
-def _integer(entry: dict[str, Any], name: str, where: str, *, low: int) -> int:
+def _integer(entry: dict[str, object], name: str, where: str, *, low: int) -> int:
     value = entry.get(name)
     if type(value) is not int or not low <= value <= MAX_TOKEN_COUNT:
         raise ValueError(

@@ -6,12 +6,12 @@ of its places is then judged as if all tokens before it were known.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from jaxkv import arrays, sampling
 from jaxkv.engine import beam_search as engine_beam_search
@@ -188,7 +188,7 @@ def _sample(
     asks = emits & ~is_plain(rows.params, rows.keep_logprobs)
     any_emits, any_asks = arrays.any_of(emits, asks)
 
-    def of_rows(*leaves: Any) -> Draw:
+    def of_rows(*leaves: PyTree[Array]) -> Draw:
         answer, raw, params, keep_logprobs = leaves
         logits = logit_rows.apply_logits_fn(logits_fn, answer, raw)
 

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +161,7 @@ def _named(tree: Params) -> dict[str, Array | np.ndarray]:
 
 
 def _read(
-    tensors: dict[str, tuple[Path, Any]],
+    tensors: dict[str, tuple[Path, safetensors.safe_open]],
     name: str,
     dtype: np.dtype,
     scales: str | None = None,
@@ -202,7 +201,7 @@ def _read_fp8(path: Path, name: str) -> np.ndarray:
 def _check_tensors(
     folder: Path,
     expected: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, tuple[Path, Any]],
+    tensors: Mapping[str, tuple[Path, safetensors.safe_open]],
     tensor_names: Mapping[str, str],
 ) -> None:
     """Checks names, shapes and types before a tensor is read.
@@ -237,9 +236,9 @@ def _check_tensors(
             )
 
 
-def _open_tensors(folder: Path) -> dict[str, tuple[Path, Any]]:
+def _open_tensors(folder: Path) -> dict[str, tuple[Path, safetensors.safe_open]]:
     """Opens the folder's safetensors; returns by tensor its path and open file."""
-    tensors: dict[str, tuple[Path, Any]] = {}
+    tensors: dict[str, tuple[Path, safetensors.safe_open]] = {}
     for path in weight_files(folder):
         with reporting_errors(path, safetensors.SafetensorError):
             file = safetensors.safe_open(path, framework="np")
