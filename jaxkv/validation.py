@@ -390,7 +390,7 @@ def within(
       ValueError: a field is outside or NaN; the message names the first such field.
     """
 
-    def inside(x: float) -> bool:
+    def inside(x: int | float) -> bool:
         above_low = x >= low if ends[0] == "[" else x > low
         return above_low and (x <= high if ends[1] == "]" else x < high)
 
@@ -631,7 +631,10 @@ def _of_type(
 
 
 def _entries(
-    owner: object, names: Sequence[str], fits: Callable[[float], bool], allowed: str
+    owner: object,
+    names: Sequence[str],
+    fits: Callable[[int | float], bool],
+    allowed: str,
 ) -> None:
     """Raises a ValueError for the first field with an entry that does not fit."""
     for name in names:

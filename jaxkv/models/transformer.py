@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
 from jaxkv import validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.models import initialization, moe, param_forms, rotary
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
@@ -242,9 +243,9 @@ class Transformer(nnx.Module):
         angles = rotary.angles(self.config, positions, x.dtype, orientation.axis)
 
         def _run_layer(
-            graph: nnx.GraphDef,
+            graph: Any,
             carried: _Carried,
-            indexed_weights: tuple[Array, nnx.State],
+            indexed_weights: tuple[Array, PyTree[Array]],
         ) -> tuple[_Carried, moe.Routing | None]:
             """Runs one layer of a kind, with its number and its weights."""
             (index, weights), (x, carry) = indexed_weights, carried
@@ -293,8 +294,8 @@ class Transformer(nnx.Module):
 
             def one(
                 carried: _Carried,
-                indexed_weights: tuple[Array, nnx.State],
-                graph: nnx.GraphDef = graph,
+                indexed_weights: tuple[Array, PyTree[Array]],
+                graph: Any = graph,
             ) -> tuple[_Carried, tuple[moe.Routing | None, Array | None]]:
                 new, routing = run(graph, carried, indexed_weights)
                 return new, (routing, carried[0] if tapped else None)
@@ -328,7 +329,7 @@ def _split(
     *,
     scanned: bool = False,
     with_transposed: bool = False,
-) -> tuple[nnx.GraphDef, nnx.State]:
+) -> tuple[Any, PyTree[ArrayOrShape]]:
     """Returns the graph of a model, and the shapes of its parameters."""
     rngs = initialization.ShapeRecorder() if rngs is None else rngs
     form = {"scanned": scanned, "with_transposed": with_transposed}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import SingleDeviceSharding
