@@ -118,7 +118,7 @@ def suggests_keywords[T: Callable[..., Any]](function: T) -> T:
     return _suggesting(function, getattr(function, "__qualname__", "function"))
 
 
-def _suggesting(function: Any, title: str) -> Any:
+def _suggesting(function: Callable, title: str) -> Any:
     names = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)

@@ -12,7 +12,7 @@ Sources: int8 by token, Xiao et al. 2023, arXiv:2211.10438, section 3; fp8, Mici
 et al. 2022, arXiv:2209.05433, table 1 and section 4.
 """
 
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,17 +114,9 @@ def quantization_kind(dtype: DTypeLike) -> Kind | None:
     return "fp8" if dtype in (CODE_DTYPES["fp8"], FP8) else None
 
 
-@overload
-def split_quantized(values: Array | QuantizedArray) -> tuple[Array, Array | None]: ...
-
-
-@overload
-def split_quantized(values: None) -> tuple[None, None]: ...
-
-
-def split_quantized(
-    values: Array | QuantizedArray | None,
-) -> tuple[Array | None, Array | None]:
+def split_quantized[A: Array | None](
+    values: A | QuantizedArray,
+) -> tuple[A | Array, Array | None]:
     """Returns the numbers and scales of keys or values; scales are None without any."""
     return values if isinstance(values, QuantizedArray) else (values, None)
 

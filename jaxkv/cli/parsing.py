@@ -55,7 +55,7 @@ class NoOptions:
     """Options of a command that has only --help and --json."""
 
 
-def config_options(base: Any, folder: str) -> Any:
+def config_options(base: object, folder: str) -> Any:
     """Returns the options of a run: fields of a config as flags, and the general flags.
 
     Args:

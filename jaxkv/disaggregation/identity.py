@@ -7,7 +7,6 @@ two trainings of one shape differ.
 """
 
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -18,6 +17,7 @@ from jaxkv.memory import Pages
 from jaxkv.models import read_config, weight_files
 from jaxkv.serving import Engine
 from jaxkv.speculation import SharedNoiseVerifier
+from jaxkv.text import ByteTokenizer, Tokenizer
 
 _ORIGINS = ("name_or_path", "tokenizer_file", "special_tokens_map_file")
 """Settings of tokenizers with the paths that they were once read from."""
@@ -92,7 +92,7 @@ def page_identity(config: EngineConfig, pages: Pages) -> dict[str, str]:
     }
 
 
-def tokenizer_identity(tokenizer: Any) -> str:
+def tokenizer_identity(tokenizer: Tokenizer | ByteTokenizer | None) -> str:
     """Returns a digest of a tokenizer with its chat templates; "None" without one.
 
     End tokens are not included: those of an engine may differ.

@@ -175,7 +175,7 @@ class WorkerPool:
         identity_fields: Mapping[str, str] = MappingProxyType({}),
     ):
         self.by_name: dict[str, WorkerRecord] = {}
-        self.bounds: dict[str, Any] = {}
+        self.bounds: dict[str, int] = {}
         """`max_length`, `seed` and `page_size` of all workers."""
         self._router = router
         self._launcher = launcher

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from jaxkv import validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine.drafting import Speculation
 from jaxkv.engine.emitting import LogitsFn
 from jaxkv.engine.state import EngineConfig
@@ -20,7 +22,7 @@ from jaxkv.scheduling import Policy, fcfs
 class EngineParts:
     """A model with its memory, bounds and text, as an `Engine` serves it."""
 
-    params: Any
+    params: PyTree[ArrayOrShape]
     """Parameters, as `forward` takes them."""
     forward: Forward
     """The model."""

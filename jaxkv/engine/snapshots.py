@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from jaxkv import validation
 from jaxkv.arrays import ArrayOrShape
@@ -98,7 +98,7 @@ def save_state(
         with silencing_orbax(), ocp.StandardCheckpointer() as writer:
             # Orbax refuses empty arrays; their shapes are in the header.
             full = {name: x for name, x in _by_name(state).items() if x.size}
-            check_disk_space(new, sum(x.nbytes for x in full.values()))
+            check_disk_space(new, sum(x.size * x.dtype.itemsize for x in full.values()))
             writer.save(new / ARRAYS, to_host(full))
         header = {
             "config": dataclasses.asdict(config),
@@ -176,7 +176,7 @@ def _like(
     return jax.eval_shape(functools.partial(init, config), pages, memory)
 
 
-def _by_name(state: EngineState) -> dict[str, Array]:
+def _by_name(state: EngineState) -> dict[str, ArrayOrShape]:
     """Returns the arrays of a state by names such as `pool.ref`, in tree order."""
     leaves = jax.tree.leaves_with_path(state)
     return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in leaves}

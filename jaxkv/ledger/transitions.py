@@ -1,11 +1,11 @@
 """Changes of a ledger in one step: preemption, admission, forks, tokens, ends."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, PyTree
 
 from jaxkv import arrays, validation
 from jaxkv.ledger.groups import Groups
@@ -133,7 +133,7 @@ class Admission(NamedTuple):
     """Slots after preemption and admission."""
 
     plan: SlotPlan
-    carried: Any
+    carried: PyTree[Array]
     """Further columns of the slots, which moved as these do."""
     source: Int32[Array, " slots"]
     """Index into the slots before, then the flat head, that each slot was filled from;
@@ -155,7 +155,7 @@ def admit(
     *,
     ready: Bool[Array, " head"],
     free_pages: Size,
-    carried: tuple[Any, Any] = ((), ()),
+    carried: tuple[PyTree[Array], PyTree[Array]] = ((), ()),
 ) -> tuple[Ledger, Admission]:
     """Admits requests: assigns slots to their sequences, and closes gaps.
 

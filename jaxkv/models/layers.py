@@ -344,7 +344,7 @@ class Mixture(nnx.Module):
         Rows are sorted by expert, with the number of each in `sizes`; without `sizes`,
         experts have equal numbers of rows on an axis of their own.
         """
-        product: Any = functools.partial(jnp.einsum, "erh,ehw->erw")
+        product: Callable[..., Array] = functools.partial(jnp.einsum, "erh,ehw->erw")
         if sizes is not None:
             product = functools.partial(
                 grouped_matmul, group_sizes=sizes, numerics=numerics

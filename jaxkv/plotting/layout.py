@@ -78,12 +78,12 @@ def split_panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]
         yield figure
 
 
-def _set_in_layout(ax: Any, is_in: bool) -> None:
+def _set_in_layout(ax: "Axes", is_in: bool) -> None:
     """Includes the title and legend of an axes in the layout, or excludes them."""
     # A title excluded by set_in_layout still takes room, so it is made invisible.
     ax.set_title(ax.get_title(loc="left"), loc="left").set_visible(is_in)
-    if ax.get_legend() is not None:
-        ax.get_legend().set_in_layout(is_in)
+    if (legend := ax.get_legend()) is not None:
+        legend.set_in_layout(is_in)
 
 
 def _set_heads(axes: list[Any]) -> None:

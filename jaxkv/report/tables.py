@@ -289,7 +289,7 @@ def _heading(name: str, declaration: Column) -> str:
 
 def _reported_columns(
     table: ResultTable, names: Sequence[str]
-) -> list[tuple[str, Column, list[Any]]]:
+) -> list[tuple[str, Column, list[object]]]:
     """Returns name, declaration and values of the named, or of all reported columns."""
     declared = table.columns()
     columns = []

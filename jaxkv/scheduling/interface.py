@@ -10,7 +10,7 @@ A policy is a NamedTuple of arrays. Its type is static; its fields are parameter
 """
 
 import functools
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -320,7 +320,7 @@ def _limit_rows(
 
 def _check_fields(name: str, counts: Counts, plan: Plan) -> Plan:
     """Checks shapes and types; returns the plan with int32 arrays and masks."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, Array] = {}
     for field, value in plan._asdict().items():
         if field == "drafts" and value is None:
             continue

@@ -462,7 +462,7 @@ def _make_samplings(
 
 
 def _parse_prompts(
-    raw: Any, tokenizer: Any
+    raw: object, tokenizer: Any
 ) -> tuple[list[list[int]], list[str | None]]:
     """Returns token ids of each prompt, and its text if it was given as text."""
     prompts: list[Any] = raw if isinstance(raw, list) else [raw]

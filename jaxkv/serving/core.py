@@ -12,14 +12,16 @@ import copy
 import dataclasses
 import functools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array, PyTree
 
 from jaxkv import scheduling, validation
 from jaxkv.clock import from_seconds
@@ -119,7 +121,7 @@ class EngineCore:
         self.tracker = RequestTracker(config)
         self.unread: collections.deque[DispatchedCall] = collections.deque()
         """Dispatched calls that were not read yet; at most two."""
-        self.on_dispatch: Callable[[DispatchedCall], Any] | None = None
+        self.on_dispatch: Callable[[DispatchedCall], object] | None = None
         """Called with every dispatched call, for example to measure times."""
         self._idle = StepCounter()
         self._needs_host_swap = False  # the device asks the host to move pages
@@ -129,7 +131,7 @@ class EngineCore:
         self._started = time.perf_counter()
         # Not held while waiting for the device, nor by an abandoned stream.
         self._lock = threading.RLock()
-        self._compiled: set[Any] = set()  # kinds of policies
+        self._compiled: set[jax.tree_util.PyTreeDef] = set()  # kinds of policies
         self.compile_s = 0.0
         """Seconds of compilation so far, including tracing."""
         self._lost: BaseException | None = None
@@ -216,7 +218,9 @@ class EngineCore:
             self.step()
 
     @validation.suggests_keywords
-    def take_prefix(self, tokens: Sequence[int], *, salt: int = 0) -> tuple[Any, int]:
+    def take_prefix(
+        self, tokens: Sequence[int], *, salt: int = 0
+    ) -> tuple[PyTree[np.ndarray], int]:
         """Copies the cached pages of a token prefix, for another engine's pool.
 
         Args:
@@ -238,7 +242,9 @@ class EngineCore:
         return to_host(pages, slice(num)), num
 
     @validation.suggests_keywords
-    def bring_prefix(self, tokens: Sequence[int], pages: Any, *, salt: int = 0) -> int:
+    def bring_prefix(
+        self, tokens: Sequence[int], pages: PyTree[Array | np.ndarray], *, salt: int = 0
+    ) -> int:
         """Writes the pages of another engine's `take_prefix` to the prefix cache.
 
         Both engines must serve the same parameters; this is not checked.
@@ -267,7 +273,7 @@ class EngineCore:
                 )
         return int(cached)
 
-    def save(self, folder: Any, *, overwrite: bool = False) -> Path:
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Writes the state of an idle engine: pages, prefix cache, drafter state.
 
         Args:
@@ -283,7 +289,7 @@ class EngineCore:
             self._refuse_if_busy("saved")
             return save_state(folder, self.state, self.config, overwrite=overwrite)
 
-    def restore(self, folder: Any) -> None:
+    def restore(self, folder: str | os.PathLike[str]) -> None:
         """Replaces the state of an idle engine by a saved one, any number of times.
 
         The engine must serve the same parameters with the same bounds as the saved one.
@@ -304,7 +310,7 @@ class EngineCore:
             self._table = None
             self._skips_drafts = False
 
-    def fork(self, *, policy: Policy | None = None) -> Self:
+    def fork[E: "EngineCore"](self: E, *, policy: Policy | None = None) -> E:
         """Copies the engine with all requests, which continue in both copies.
 
         Parameters and compiled programs are shared; the pages are copied.
@@ -362,7 +368,7 @@ class EngineCore:
         def submit(state: EngineState, requests: Requests) -> EngineState:
             return self._programs.submit(state, requests, config=self.config)[0]
 
-        def withdraw(state: EngineState, ids: Any) -> EngineState:
+        def withdraw(state: EngineState, ids: np.ndarray) -> EngineState:
             all_samples = np.full_like(ids, -1)
             return self._programs.drain(state, ids, all_samples, self.rules.eviction)[0]
 
@@ -377,7 +383,7 @@ class EngineCore:
 
     def run_steps(
         self, state: EngineState, now: float = 0.0, *, may_draft: bool = True
-    ) -> Any:
+    ) -> tuple[EngineState, StepInfo]:
         """Runs the steps of a call on a state, which is consumed."""
         return self._programs.run_steps(
             self.params, state, from_seconds(now), **self._step_arguments(may_draft)

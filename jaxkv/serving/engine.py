@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
@@ -118,7 +119,7 @@ class Engine(EngineCore):
     @classmethod
     def load(
         cls,
-        folder: Any,
+        folder: str | os.PathLike[str],
         *,
         loaded: Any = None,
         dtype: str = "float32",

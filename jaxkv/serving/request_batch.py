@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
-from numpy.typing import ArrayLike, DTypeLike
 
 from jaxkv import clock, scheduling, validation
 from jaxkv.engine import EngineConfig, Requests
@@ -80,7 +79,7 @@ def make_requests(
             f"{width=} must be at least {len(owner)}, one row for each sequence"
         )
 
-    def column(values: ArrayLike, dtype: DTypeLike = np.int32, blank: int = 0) -> Any:
+    def column(values: object, dtype: type = np.int32, blank: int = 0) -> Any:
         """Repeats each request's value for its rows; pads with `blank`."""
         values = np.array(values, dtype)
         padding = np.full((unused, *values.shape[1:]), blank, dtype)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -94,7 +95,7 @@ def pad_workload(
     the result; None keeps those of the workload.
     """
 
-    def padded(x: Any, value: int, *sizes: int) -> Any:
+    def padded(x: Array | np.ndarray, value: int, *sizes: int) -> Any:
         sizes = (*sizes, *np.shape(x)[len(sizes) :])
         widths = [(0, new - old) for new, old in zip(sizes, np.shape(x), strict=True)]
         return np.pad(np.asarray(x), widths, constant_values=value)

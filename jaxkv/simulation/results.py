@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.simulation import step
@@ -139,7 +139,9 @@ def select_members(
             continue
 
         # Padded with steps that take no time.
-        def padded(x: Any, value: int = 0, num: int = max(lengths) - length) -> Any:
+        def padded(
+            x: Array | np.ndarray, value: int = 0, num: int = max(lengths) - length
+        ) -> np.ndarray:
             widths = [(0, 0), (0, num)] + [(0, 0)] * (x.ndim - 2)
             return np.pad(x, widths, constant_values=value)
 

@@ -5,7 +5,7 @@ Requests that can be released at the same time have different lanes, so a step t
 time that grows with the lanes and not with the requests.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -118,11 +118,13 @@ def enqueue_due(
 
     # A loop, since few requests arrive in a step; its carry is small, because `vmap`
     # copies it in every pass.
-    def goes_on(carry: Any) -> Array:
+    def goes_on(carry: tuple[Array, Array, Array, Array, UpcomingRequest]) -> Array:
         _, _, num_waiting, _, upcoming = carry
         return is_past(upcoming.time, books.clock) & (num_waiting < head)
 
-    def enqueue(carry: Any) -> Any:
+    def enqueue(
+        carry: tuple[Array, Array, Array, Array, UpcomingRequest],
+    ) -> tuple[Array, Array, Array, Array, UpcomingRequest]:
         queue, due, num_waiting, num_roots_taken, upcoming = carry
         entered = ~upcoming.is_root & (sessions.request == upcoming.request)
         due = jnp.where(entered[:, None], NEVER_S, due)

@@ -371,7 +371,7 @@ class StreamDecoder:
         self._makers: list[Callable[[], _Stage]] = []
         # In most decoders the first stages are functions of single tokens: they are
         # applied once to each token of the vocabulary.
-        functions: list[Callable[[Any], Any]] = []
+        functions = []
         for maker in makers:
             if isinstance(maker, _MapStage) and not self._makers:
                 functions.append(maker.function)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32, Num
-from numpy.typing import ArrayLike
 
 from jaxkv import clock, validation
 from jaxkv.scheduling import ATTRIBUTE_RANGES, NO_LIMIT, RequestAttributes
@@ -194,7 +193,7 @@ def make_workload(
     )
 
 
-def _make_dependencies(after: ArrayLike, delay_s: ArrayLike, num: int) -> Dependencies:
+def _make_dependencies(after: object, delay_s: object, num: int) -> Dependencies:
     """Validates `after` and `delay_s`, and assigns lanes.
 
     A request takes over a lane of a request that it waits for, so that at most one
@@ -356,7 +355,7 @@ def closed_loop(
     )
 
 
-def _numbers(name: str, column: ArrayLike, kinds: str) -> np.ndarray:
+def _numbers(name: str, column: object, kinds: str) -> np.ndarray:
     """Returns a column as an array.
 
     Raises:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 FRAME_LIBRARIES = ("pandas", "polars")
 """Libraries that make data frames; the first that is installed is used."""
@@ -37,7 +36,7 @@ def make_dataframe(columns: Mapping[str, object]) -> Any:
 
 
 def per_row(
-    values: Mapping[str, ArrayLike | None], axes: tuple[str, ...]
+    values: Mapping[str, object], axes: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
     """Flattens the leading axes of arrays: one row per entry.
 

@@ -7,7 +7,7 @@ if the output is not a terminal or `NO_COLOR` is set (no-color.org).
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Literal
 
 from rich import console as rich_console
 from rich import padding, table, text
@@ -33,7 +33,7 @@ OTHER = "yellow"
 def make_console(*, stderr: bool = False) -> rich_console.Console:
     """Opens standard output or error, without escape sequences if `NO_COLOR` is set."""
     # Bold and dim are escape sequences, too.
-    colors: Any = None if os.environ.get("NO_COLOR") else "auto"
+    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     return rich_console.Console(
         stderr=stderr, highlight=False, emoji=False, color_system=colors
     )

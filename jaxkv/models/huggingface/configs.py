@@ -143,7 +143,7 @@ def to_hf(config: ModelConfig) -> dict[str, object]:
       ValueError: the family cannot express a field; the message names the field.
     """
     family = FAMILIES[config.family]
-    written: dict[str, Any] = {"activation": ACTIVATION_NAMES[config.activation][0]}
+    written: dict[str, object] = {"activation": ACTIVATION_NAMES[config.activation][0]}
     if (experts := config.experts) is not None:
         is_grouped = experts.num_groups > 1
         written |= {
@@ -287,7 +287,7 @@ def refuse_other_values(
             )
 
 
-def _checked(key: str, field: str, value: object, high: int) -> Any:
+def _checked(key: str, field: str, value: object, high: int) -> object:
     """Returns a value converted to the type of its field."""
     if field == "experts.gate_bias":
         return value == "noaux_tc"

@@ -89,7 +89,7 @@ def read_positions(
                 f"{key}={shorten(value)} has no effect with rope_type={kind!r}"
             )
 
-    def from_either(key: str) -> Any:
+    def from_either(key: str) -> object:
         # The value in the rotary object, in the file, or in both if they agree.
         rope_fields = {f"{key} of the rotary object": rope.get(key)}
         return _agreed(rope_fields | {key: settings.get(key)})
@@ -241,7 +241,7 @@ def _write_yarn(scaling: RopeScaling) -> dict[str, float]:
     }
 
 
-def _agreed(values: Mapping[str, object]) -> Any:
+def _agreed(values: Mapping[str, object]) -> object:
     """Returns the value that several names have, None if there is none.
 
     Raises:

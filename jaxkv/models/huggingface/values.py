@@ -23,7 +23,7 @@ _FIELDS_FROM_ZERO = ("num_ahead_layers", "experts.num_dense_layers")
 
 def parse_field(
     key: str, field: str, value: object, high: int = MAX_CONFIG_SIZE
-) -> Any:
+) -> object:
     """Returns a value as the type of its field; errors as in the functions below."""
     if field in _BOOLEAN_FIELDS:
         return parse_flag(key, value)

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxkv import validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.files import read_json, reporting_errors
 from jaxkv.models import param_forms, transformer
 from jaxkv.models.config import ModelConfig
@@ -154,7 +155,7 @@ def write_tree(folder: Path, tree: Params, dtype: np.dtype) -> None:
     _save_file(tensors, folder / WEIGHTS)
 
 
-def _named(tree: Params) -> dict[str, Array | np.ndarray]:
+def _named(tree: Params) -> dict[str, ArrayOrShape]:
     """Returns the leaves of nested dicts, in order, by their keys joined by dots."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
