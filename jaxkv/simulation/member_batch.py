@@ -151,7 +151,11 @@ class MemberBatch:
                 self._refuse_stall(member, draws[member], one, clocks[member])
 
     def _refuse_stall(
-        self, member: int, draws: np.ndarray, info: PyTree[Array], end: np.ndarray
+        self,
+        member: int,
+        draws: np.ndarray,
+        info: PyTree[Array | np.ndarray],
+        end: np.ndarray,
     ) -> None:
         """Raises a `StallError` after too many steps without progress.
 
@@ -210,7 +214,7 @@ class MemberBatch:
         alive = (ends == 0) & (sample < np.asarray(load.samples[member])[:, None])
         return taken[alive.any(axis=1)[taken]]
 
-    def _fold(self, info: PyTree[Array]) -> None:
+    def _fold(self, info: PyTree[Array | np.ndarray]) -> None:
         """Adds steps to the sums."""
         start_s = clock.to_seconds(info.start)
         seconds = info.micros / clock.MICROS_PER_SECOND
