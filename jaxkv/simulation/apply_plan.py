@@ -60,11 +60,22 @@ def num_arrived(
     return come
 
 
-def groups_by_request(slots: Slots, max_samples: int) -> Groups | None:
+def find_slot_groups(slots: Slots, request: Int32[Array, " slots"]) -> Groups | None:
     """Finds the groups of the slots; None if every request has one sequence."""
-    if slots.fork is None:
-        return None
-    return ledger.find_groups(slots.sequence // max_samples)
+    return None if slots.fork is None else ledger.find_groups(request)
+
+
+class Observation(NamedTuple):
+    """The running batch and the head of the queue, before a plan."""
+
+    request: Int32[Array, " slots"]
+    """Request of each slot; negative in an empty slot."""
+    group: Groups | None
+    """Groups of the slots; None if every request has one sequence."""
+    head: Head
+    head_pages: CountedPages
+    """Pages that the sequences of the head get at their admission."""
+    counts: Counts
 
 
 def observe_simulation(
@@ -75,15 +86,18 @@ def observe_simulation(
     *,
     max_samples: int,
     head: int,
-) -> tuple[Head, Counts, CountedPages]:
-    """Returns the head of the queue, the `Counts`, and the pages of the head.
+) -> Observation:
+    """Observes the batch and the queue, as the engine's `observe_engine`.
 
     With a reservation, a request can be admitted only if there is a free block for it.
     """
     w = workload
     books = state.ledger
     size = capacity.page_size
-    slots, length, places, block = books.slots, *state.pages
+    slots = books.slots
+    length, places, block = state.pages
+    running_request = slots.sequence // max_samples
+    group = find_slot_groups(slots, running_request)
     request = books.queue[:head]
     sample = jnp.arange(max_samples, dtype=jnp.int32)[None, :]
     exists = (request >= 0)[:, None]
@@ -93,7 +107,6 @@ def observe_simulation(
     waiting = ledger.look_up_head(
         books, request, jnp.where(exists, sequence, NO_SEQUENCE)
     )
-    group = groups_by_request(slots, max_samples)
     owned, num_shared = counted_pages.num_owned(slots, length, group, places, size)
     moves, _ = counted_pages.num_owned(slots, length, group, length, size)
     rows = ledger.num_to_feed(slots) - length
@@ -106,7 +119,7 @@ def observe_simulation(
     counts = ledger.observe(
         books,
         waiting,
-        slots.sequence // max_samples,
+        running_request,
         RequestColumns(arrival, limit, attributes),
         PageFacts(
             length=length,
@@ -146,29 +159,43 @@ def observe_simulation(
                 waiting.num_slots > 0, pages_for(block_size, page_size=size), 0
             ),
         )
-    return waiting, counts, pages
+    return Observation(running_request, group, waiting, pages, counts)
+
+
+class AdmittedBatch(NamedTuple):
+    """The plan after preemption and admission."""
+
+    plan: SlotPlan
+    num_preempted: Int32[Array, ""]
+    """Sequences preempted."""
+    num_admitted: Int32[Array, ""]
+    """Requests admitted."""
+    num_swapped: Int32[Array, ""]
+    """Pages swapped out and in."""
 
 
 def preempt_and_admit(
     state: Simulation,
     plan: Plan,
-    head: Head,
-    head_pages: CountedPages,
-    counts: Counts,
+    observation: Observation,
+    prompt: Int32[Array, " requests"],
     capacity: Capacity,
-    workload: Workload,
-    max_samples: int,
-) -> tuple[Simulation, SlotPlan, Int32[Array, ""], Int32[Array, ""]]:
+) -> tuple[Simulation, AdmittedBatch]:
     """Preempts and admits, as the engine's `apply_plan`.
 
+    Args:
+      state: the simulation.
+      plan: the plan, which preempts whole requests.
+      observation: the batch and the queue of the plan.
+      prompt: tokens of each request's prompt.
+      capacity: bounds.
+
     Returns:
-      The new state, the plan for each slot, the number of admitted requests, and the
-      number of pages swapped out and in.
+      The new state, and the plan by its new slots.
     """
     slots = state.ledger.slots
     length = state.pages.length
-    group = groups_by_request(slots, max_samples)
-    request = slots.sequence // max_samples
+    request, group, head, head_pages, counts = observation
     # All pages that the plan swaps out fit into the buffer, or none is moved.
     leaves = plan.swap
     written, _ = counted_pages.num_owned(
@@ -181,8 +208,8 @@ def preempt_and_admit(
     # Sequences that are recomputed have the prompt in common.
     num_common = jnp.zeros_like(length)
     if slots.fork is not None:
-        prompt = workload.prompt[jnp.maximum(request, 0)]
-        num_common = jnp.where(is_swapped, slots.fork.num_common, prompt)
+        own_prompt = prompt[jnp.maximum(request, 0)]
+        num_common = jnp.where(is_swapped, slots.fork.num_common, own_prompt)
     stays = ledger.is_occupied(slots) & ~plan.preempt
     used = jnp.sum(jnp.where(stays, counts.owned_pages, 0), dtype=jnp.int32)
     books, preempted = ledger.preempt(
@@ -209,8 +236,12 @@ def preempt_and_admit(
         pages=new.carried,
         num_swapped=state.num_swapped + pages_out - new.pages_in,
     )
-    num_admitted = jnp.sum(new.admitted, dtype=jnp.int32)
-    return state, new.plan, num_admitted, pages_out + new.pages_in
+    return state, AdmittedBatch(
+        new.plan,
+        num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
+        num_admitted=jnp.sum(new.admitted, dtype=jnp.int32),
+        num_swapped=pages_out + new.pages_in,
+    )
 
 
 class GrantedPlan(NamedTuple):

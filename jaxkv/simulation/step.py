@@ -19,14 +19,14 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, ledger, scheduling, validation
 from jaxkv.clock import advance, is_past, latest
-from jaxkv.ledger import NO_SEQUENCE
+from jaxkv.ledger import NO_SEQUENCE, Groups, Slots
 from jaxkv.scheduling import NO_LIMIT, Policy
 from jaxkv.simulation import apply_plan, contiguous, counted_pages, sessions
 from jaxkv.simulation.acceptance import Acceptance, emit_tokens, wanted_draft_lengths
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.state import Capacity, Simulation, init_simulation
 from jaxkv.simulation.work import Cost, Work, work_of_rows
-from jaxkv.workloads import Workload
+from jaxkv.workloads import Dependencies, Workload
 
 
 class SimulatedStep(NamedTuple):
@@ -129,56 +129,143 @@ def _count_waiting(
     return info._replace(num_waiting=info.num_waiting + num_outside)
 
 
+class _Batch(NamedTuple):
+    """The running batch after admission: columns by slot."""
+
+    group: Groups | None
+    """Groups of the slots; None if every request has one sequence."""
+    request: Int32[Array, " slots"]
+    prompt: Int32[Array, " slots"]
+    """Tokens of the prompt."""
+    output: Int32[Array, " slots"]
+    """Tokens of the answer."""
+    context: Int32[Array, " slots"] | None
+    """Cached tokens before the prompt, see `Workload.context`."""
+
+    @property
+    def limit(self) -> Int32[Array, " slots"]:
+        """Tokens of prompt and answer."""
+        return self.prompt + self.output
+
+
+class _Emission(NamedTuple):
+    """The sequences that emit tokens in a step."""
+
+    emits: Bool[Array, " slots"]
+    num_emitted: Int32[Array, " slots"]
+    """Emitted tokens, accepted drafts included."""
+    ended: Bool[Array, " slots"]
+
+
 def _step(
     state: Simulation, it: SimulationMember, max_samples: int, head: int | None
 ) -> tuple[Simulation, tuple[SimulatedStep, _QueueCounters]]:
     """Runs one step; `num_waiting` counts only requests in the queue."""
-    w, capacity, _, _, reservation, acceptance = it
-    start = state.ledger.clock
     head = head or state.ledger.slots.sequence.shape[0]
-    due = None
-    if state.sessions is None:
-        state = apply_plan.enqueue_arrivals(state, w, head)
-    else:
-        session_state, books, due = sessions.enqueue_due(
-            state.sessions, state.ledger, state.order, head
-        )
-        num = books.num_waiting - state.ledger.num_waiting
-        num_taken = state.num_taken + num
-        state = state._replace(
-            ledger=books, num_taken=num_taken, sessions=session_state
-        )
-    waiting, counts, head_pages = apply_plan.observe_simulation(
-        state, w, capacity, reservation, max_samples=max_samples, head=head
+    state, arrival = _enqueue(state, it.workload, head)
+    state, admitted = _plan(state, it, max_samples, head)
+    batch = _look_up_batch(state.ledger.slots, it.workload, max_samples)
+    pages, granted = apply_plan.grant(
+        state.ledger.slots, state.pages, batch.group, admitted.plan, it.capacity
     )
-    if acceptance is not None:
+    state = state._replace(pages=pages)
+    state, work, draws = _feed(state, granted, batch)
+    state, emission = _emit(state, granted, batch, draws, it.acceptance, max_samples)
+    work = work._replace(
+        num_drawn=jnp.sum(emission.num_emitted, dtype=jnp.int32),
+        num_copied=granted.num_copied,
+        num_swapped=admitted.num_swapped,
+    )
+    if it.acceptance is not None:
+        num_accepted = emission.num_emitted - emission.emits.astype(jnp.int32)
+        work = work._replace(num_accepted=jnp.sum(num_accepted, dtype=jnp.int32))
+    info = _info(state, work, admitted, granted, batch, emission, it)
+    counters = _count_taken(state), state.num_done + it.workload.clients
+    clock, micros = _advance_clock(state, info, arrival, it.cost)
+    state = state._replace(ledger=state.ledger._replace(clock=clock))
+    state = _retire(state, granted, batch, emission, it.workload.dependencies)
+    return state, (info._replace(micros=micros), counters)
+
+
+def _enqueue(
+    state: Simulation, workload: Workload, head: int
+) -> tuple[Simulation, Int32[Array, " 2"]]:
+    """Moves requests that have arrived into the queue.
+
+    Returns:
+      The new state, and the time of the next arrival.
+    """
+    if state.sessions is None:
+        state = apply_plan.enqueue_arrivals(state, workload, head)
+        upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
+        return state, workload.arrival[upcoming]
+    session_state, books, next_request = sessions.enqueue_due(
+        state.sessions, state.ledger, state.order, head
+    )
+    num = books.num_waiting - state.ledger.num_waiting
+    state = state._replace(
+        ledger=books, num_taken=state.num_taken + num, sessions=session_state
+    )
+    return state, next_request.time
+
+
+def _plan(
+    state: Simulation, it: SimulationMember, max_samples: int, head: int
+) -> tuple[Simulation, apply_plan.AdmittedBatch]:
+    """Observes, schedules, preempts and admits."""
+    observation = apply_plan.observe_simulation(
+        state,
+        it.workload,
+        it.capacity,
+        it.reservation,
+        max_samples=max_samples,
+        head=head,
+    )
+    slots = state.ledger.slots
+    counts = observation.counts
+    if it.acceptance is not None:
         drafts = wanted_draft_lengths(
-            state.ledger.slots, state.pages.length, w, acceptance, max_samples
+            slots, state.pages.length, it.workload, it.acceptance, max_samples
         )
         counts = counts._replace(drafts=drafts)
     plan = scheduling.schedule(counts, it.policy)
-    group = apply_plan.groups_by_request(state.ledger.slots, max_samples)
-    plan = ledger.preempt_groups(plan, state.ledger.slots, group)
-    state, wish, num_admitted, num_moved = apply_plan.preempt_and_admit(
-        state, plan, waiting, head_pages, counts, capacity, w, max_samples
+    plan = ledger.preempt_groups(plan, slots, observation.group)
+    return apply_plan.preempt_and_admit(
+        state, plan, observation, it.workload.prompt, it.capacity
     )
-    # Sequences whose known tokens are all fed emit a token.
-    books = state.ledger
-    slots = state.ledger.slots
-    runs = ledger.is_running(slots)
-    group = apply_plan.groups_by_request(slots, max_samples)
-    pages, granted = apply_plan.grant(slots, state.pages, group, wish, capacity)
+
+
+def _look_up_batch(slots: Slots, w: Workload, max_samples: int) -> _Batch:
+    """Looks up the requests of the running batch."""
+    group = apply_plan.find_slot_groups(slots, slots.sequence // max_samples)
     request = jnp.maximum(slots.sequence, 0) // max_samples
-    prompt = w.prompt[request]
-    output = w.output[request]
-    limit = prompt + output
+    return _Batch(
+        group,
+        request,
+        prompt=w.prompt[request],
+        output=w.output[request],
+        context=None if w.context is None else w.context[request],
+    )
+
+
+def _feed(
+    state: Simulation, granted: apply_plan.GrantedPlan, batch: _Batch
+) -> tuple[Simulation, Work, Bool[Array, " slots"]]:
+    """Counts the fed rows as written, and forks sequences.
+
+    Returns:
+      The new state, the work of the rows, and the sequences that draw a token: all of
+      their known tokens are fed.
+    """
+    slots = state.ledger.slots
+    pages = state.pages
+    group = batch.group
     num_rows = granted.num_rows
-    context = None if w.context is None else w.context[request]
     work = work_of_rows(
-        slots, pages.length, num_rows, granted.num_drafts, prompt, context
+        slots, pages.length, num_rows, granted.num_drafts, batch.prompt, batch.context
     )
     length = pages.length + num_rows
-    forked = jnp.zeros_like(runs)
+    forked = jnp.zeros(length.shape, bool)
     if group is not None:
         fork = slots.fork
         assert fork is not None
@@ -187,90 +274,148 @@ def _step(
         places = jnp.where(forked, fork.num_common, pages.places)
         pages = pages._replace(places=places)
     slots = ledger.record_forks(slots, forked, length)
-    emits = ((num_rows > 0) | forked) & runs & (length == slots.num_tokens)
+    draws = ((num_rows > 0) | forked) & ledger.is_running(slots)
+    draws &= length == slots.num_tokens
+    state = state._replace(
+        ledger=state.ledger._replace(slots=slots), pages=pages._replace(length=length)
+    )
+    return state, work, draws
+
+
+def _emit(
+    state: Simulation,
+    granted: apply_plan.GrantedPlan,
+    batch: _Batch,
+    emits: Bool[Array, " slots"],
+    acceptance: Acceptance | None,
+    max_samples: int,
+) -> tuple[Simulation, _Emission]:
+    """Draws the accepted drafts, and counts them as written."""
+    slots = state.ledger.slots
     num_emitted = emits.astype(jnp.int32)
     if acceptance is not None:
         assert granted.num_drafts is not None
         length, num_emitted = emit_tokens(
-            slots, length, emits, granted.num_drafts, limit, acceptance, max_samples
+            slots,
+            state.pages.length,
+            emits,
+            granted.num_drafts,
+            batch.limit,
+            acceptance,
+            max_samples,
         )
-        accepted = jnp.sum(num_emitted - emits.astype(jnp.int32), dtype=jnp.int32)
-        work = work._replace(num_accepted=accepted)
-    pages = pages._replace(length=length)
-    work = work._replace(
-        num_drawn=jnp.sum(num_emitted, dtype=jnp.int32),
-        num_copied=granted.num_copied,
-        num_swapped=num_moved,
-    )
-    ended = emits & (slots.num_tokens + num_emitted == limit)
-    # A step that feeds, moves, admits and preempts no sequence ends with the next
-    # arrival. A policy may wait although requests have arrived.
-    busy = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
-    seconds = jnp.asarray(it.cost(work), jnp.float32)
-    clock, micros = advance(start, jnp.where(busy, seconds, 0.0))
-    turns = (num_admitted > 0) | jnp.any(plan.preempt)
-    idle = ~busy & ~turns & (state.num_taken < state.num_served)
-    if due is None:
-        upcoming = state.order[jnp.minimum(state.num_taken, state.order.size - 1)]
-        arrival = w.arrival[upcoming]
-    else:
-        arrival = due.time
-        idle &= arrival[0] < sessions.NEVER_S
-    clock = jnp.where(idle, latest(clock, arrival), clock)
+        state = state._replace(pages=state.pages._replace(length=length))
+    ended = emits & (slots.num_tokens + num_emitted == batch.limit)
+    return state, _Emission(emits, num_emitted, ended)
+
+
+def _info(
+    state: Simulation,
+    work: Work,
+    admitted: apply_plan.AdmittedBatch,
+    granted: apply_plan.GrantedPlan,
+    batch: _Batch,
+    emission: _Emission,
+    it: SimulationMember,
+) -> SimulatedStep:
+    """Makes the information about a step without its time, before sequences retire."""
+    slots = state.ledger.slots
     num_reserved = None
-    if (r := reservation) is not None:
+    if it.reservation is not None:
         num_reserved = contiguous.reserved_places(
-            r.rule, prompt, output, capacity.max_length
+            it.reservation.rule, batch.prompt, batch.output, it.capacity.max_length
         )
     memory, saved_pages = counted_pages.break_down(
-        slots, pages, group, limit, capacity.page_size, num_reserved
+        slots,
+        state.pages,
+        batch.group,
+        batch.limit,
+        it.capacity.page_size,
+        num_reserved,
     )
-    info = SimulatedStep(
-        start=start,
-        micros=micros,
+    return SimulatedStep(
+        start=state.ledger.clock,
+        micros=jnp.zeros((), jnp.int32),
         work=work,
-        num_running=jnp.sum(runs, dtype=jnp.int32),
-        num_waiting=books.num_waiting,
-        num_admitted=num_admitted,
-        num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
-        num_finished=jnp.sum(ended, dtype=jnp.int32),
+        num_running=jnp.sum(ledger.is_running(slots), dtype=jnp.int32),
+        num_waiting=state.ledger.num_waiting,
+        num_admitted=admitted.num_admitted,
+        num_preempted=admitted.num_preempted,
+        num_finished=jnp.sum(emission.ended, dtype=jnp.int32),
         used_pages=granted.used_pages,
         split=memory,
         saved_pages=saved_pages,
-        drew=jnp.where(emits, slots.sequence, NO_SEQUENCE),
+        drew=jnp.where(emission.emits, slots.sequence, NO_SEQUENCE),
         enough=granted.enough,
-        num_drawn=None if acceptance is None else num_emitted,
+        num_drawn=None if it.acceptance is None else emission.num_emitted,
     )
-    num_taken = state.num_taken
-    if (session_state := state.sessions) is not None:
-        num_due = jnp.sum(is_past(session_state.due, start), dtype=jnp.int32)
-        num_taken = session_state.num_roots_taken - num_due
-    counters = num_taken, state.num_done + w.clients
-    begins = emits & (slots.num_tokens == prompt)
-    slots = slots._replace(num_tokens=slots.num_tokens + num_emitted)
-    books = ledger.note_events(
-        books._replace(slots=slots, clock=clock), begins, ended, length
-    )
+
+
+def _count_taken(state: Simulation) -> Int32[Array, ""]:
+    """Counts the first of `_QueueCounters`, before the clock advances."""
+    if (s := state.sessions) is None:
+        return state.num_taken
+    num_due = jnp.sum(is_past(s.due, state.ledger.clock), dtype=jnp.int32)
+    return s.num_roots_taken - num_due
+
+
+def _advance_clock(
+    state: Simulation, info: SimulatedStep, arrival: Int32[Array, " 2"], cost: Cost
+) -> tuple[Int32[Array, " 2"], Int32[Array, ""]]:
+    """Advances the clock by the time of the step's work, or to the next arrival.
+
+    A step that feeds, moves, admits and preempts no sequence ends with the next
+    arrival: a policy may wait although requests have arrived.
+
+    Returns:
+      The new clock, and the microseconds of the work.
+    """
+    work = info.work
+    busy = work.num_decodes + work.num_prompt_rows + work.num_swapped > 0
+    seconds = jnp.asarray(cost(work), jnp.float32)
+    clock, micros = advance(info.start, jnp.where(busy, seconds, 0.0))
+    turns = (info.num_admitted > 0) | (info.num_preempted > 0)
+    idle = ~busy & ~turns & (state.num_taken < state.num_served)
+    if state.sessions is not None:
+        idle &= arrival[0] < sessions.NEVER_S
+    return jnp.where(idle, latest(clock, arrival), clock), micros
+
+
+def _retire(
+    state: Simulation,
+    granted: apply_plan.GrantedPlan,
+    batch: _Batch,
+    emission: _Emission,
+    dependencies: Dependencies | None,
+) -> Simulation:
+    """Records first tokens and ends, and empties the slots of ended sequences."""
+    slots = state.ledger.slots
+    group = batch.group
+    emits, num_emitted, ended = emission
+    begins = emits & (slots.num_tokens == batch.prompt)
     over = ended
     if group is not None:
-        goes_on = group.any(runs & ~ended)
+        goes_on = group.any(ledger.is_running(slots) & ~ended)
         over = group.is_first & group.any(ended) & ~goes_on
+    slots = slots._replace(num_tokens=slots.num_tokens + num_emitted)
+    books = ledger.note_events(
+        state.ledger._replace(slots=slots), begins, ended, state.pages.length
+    )
     session_state = state.sessions
     if session_state is not None:
-        assert w.dependencies is not None
-        answered = jnp.where(over, request, NO_SEQUENCE)
+        assert dependencies is not None
+        answered = jnp.where(over, batch.request, NO_SEQUENCE)
         session_state = sessions.release_followers(
-            session_state, w.dependencies, answered, clock
+            session_state, dependencies, answered, books.clock
         )
     slots, is_retired = ledger.retire(books.slots, ended)
-    pages = apply_plan.release_drafts(pages, granted)
-    state = state._replace(
+    pages = apply_plan.release_drafts(state.pages, granted)
+    return state._replace(
         ledger=books._replace(slots=slots),
         pages=pages._replace(places=jnp.where(is_retired, 0, pages.places)),
         num_done=state.num_done + jnp.sum(over, dtype=jnp.int32),
         sessions=session_state,
     )
-    return state, (info, counters)
 
 
 def simulate_steps(
