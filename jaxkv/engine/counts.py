@@ -73,12 +73,13 @@ def observe_engine(
     )
     goal = groups.tokens_to_feed(state)
     pages = num_pages(state.table, page_size=size)
-    shares = _Shares(*_if_shared(jnp.stack, state, goal, config))
+    group = groups.group_of_slots(state)
+    shares = _Shares(*_if_shared(jnp.stack, state, group, goal, config))
 
     counts = ledger.observe(
         state.ledger,
         head,
-        groups.group_of_slots(state),
+        group,
         RequestColumns(s.arrival, s.limit, s.attributes),
         PageFacts(
             length=length,
@@ -134,12 +135,14 @@ def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
         return jnp.sum(tokens, dtype=jnp.int32)
 
     cached = size * prefix_caching.num_used(state)
-    return cached + _if_shared(count_tokens, state, length, config)
+    group = groups.group_of_slots(state)
+    return cached + _if_shared(count_tokens, state, group, length, config)
 
 
 def _if_shared[T](
     of: Callable[[_Shares], T],
     state: EngineState,
+    group: Int32[Array, " slots"],
     goal: Int32[Array, " slots"],
     config: EngineConfig,
 ) -> T:
@@ -148,13 +151,13 @@ def _if_shared[T](
     Args:
       of: a function of the shared pages.
       state: the engine.
+      group: first sequence of each slot's request, see `groups.group_of_slots`.
       goal: tokens that each slot will have written.
       config: the engine's configuration.
     """
     table = state.table
     pool = state.pool
     size = config.page_size
-    group = groups.group_of_slots(state)
     rows = goal - table.length
 
     def count_cached() -> tuple[Array, Array]:
@@ -180,7 +183,7 @@ def _if_shared[T](
         copies = needs_copy(pool, table, rows, page_size=size)
         return of(
             _Shares(
-                first=groups.find_slot_groups(state).first,
+                first=ledger.find_groups(group).first,
                 others=num_pages(table, page_size=size) - owned,
                 idle=idle,
                 moved=swapping.num_to_move(state, holder, page_size=size),

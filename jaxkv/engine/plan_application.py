@@ -123,19 +123,20 @@ def _preempt_and_admit(
     # The carried plan: a second copy of its arrays would be two launches.
     plan = plan._replace(**batch.plan._asdict())
     head = counts.head_of_queue(state, config)
-    group = groups.find_slot_groups(state)
+    first_sequence = groups.group_of_slots(state)
+    group = ledger.find_groups(first_sequence)
     plan = ledger.preempt_groups(plan, state.slots, group)
     is_preempted = plan.preempt
     # Pages are released before the slots move: the page table is indexed by slot.
     state = beam_search.store_paths(state, is_preempted, config)
     num_common = groups.num_common(state, is_preempted, group)
-    state, leaves, moved = swapping.swap_out(state, plan.swap, config)
+    state, leaves, moved = swapping.swap_out(state, plan.swap, first_sequence, config)
     at = jnp.where(leaves, state.slots.sequence, NO_SEQUENCE)
     num_swapped = arrays.put(state.sequences.num_swapped, at, 1, "add")
     books, preempted = ledger.preempt(
         state.ledger,
         is_preempted,
-        groups.group_of_slots(state),
+        first_sequence,
         group,
         length=state.table.length,
         num_common=num_common,

@@ -21,7 +21,14 @@ from jaxkv.engine.state import (
     Sequences,
     no_sequences,
 )
-from jaxkv.ledger import NO_SEQUENCE, Ledger, SequenceEvents, SequenceProgress
+from jaxkv.ledger import (
+    EVENTS,
+    NO_SEQUENCE,
+    PROGRESS,
+    Ledger,
+    SequenceEvents,
+    SequenceProgress,
+)
 from jaxkv.memory import Eviction, max_pages
 from jaxkv.sampling import Params, make_beams
 from jaxkv.scheduling import RequestAttributes
@@ -109,7 +116,7 @@ def submit(
     leads = s.group == jnp.arange(s.group.shape[0], dtype=jnp.int32)
     begun = _any_in_group(s, _is_alive(books)) & leads
     places = books.queue.shape[0] - jnp.sum(begun, dtype=jnp.int32)
-    is_empty = ledger.unpack_columns(SequenceProgress, books.progress).num_tokens == 0
+    is_empty = PROGRESS.read(books.progress, "num_tokens") == 0
     room = jnp.cumsum(begins, dtype=jnp.int32) <= places
     room &= jnp.cumsum(taken, dtype=jnp.int32) <= jnp.sum(is_empty, dtype=jnp.int32)
     lacks = arrays.reduce_groups(taken & ~room, first, "max")
@@ -131,16 +138,15 @@ def submit(
     new = no_sequences(row.shape[0], config)._replace(group=lead, **request_fields)
     sequences = jax.tree.map(lambda old, x: arrays.put(old, row, x), s, new)
     members = arrays.put(sequences.members, (lead, index - first), row)
-    progress = SequenceProgress(
-        *(jnp.zeros_like(row) for _ in SequenceProgress._fields)
-    )._replace(num_tokens=r.prompt_length, num_common=r.prompt_length)
+    blank = SequenceProgress(*(jnp.zeros_like(row) for _ in SequenceProgress._fields))
+    progress = blank._replace(num_tokens=r.prompt_length, num_common=r.prompt_length)
     return state._replace(
         search=_begin_search(state, requests, row, config),
         sequences=sequences._replace(members=members),
         ledger=books._replace(
             queue=arrays.put(books.queue, place, row),
             num_waiting=books.num_waiting + jnp.sum(begins, dtype=jnp.int32),
-            progress=arrays.put(books.progress, row, jnp.stack(progress, axis=1)),
+            progress=PROGRESS.write(books.progress, row, **progress._asdict()),
             events=arrays.put(books.events, row, 0),
         ),
     ), taken
@@ -205,7 +211,7 @@ def cancel(
         named &= (s.params.sample[:, None] == samples[None, :]) | (samples < 0)[None]
     alive = _is_alive(books)
     ended = jnp.any(named, axis=1) & alive
-    progress = ledger.unpack_columns(SequenceProgress, books.progress)
+    progress = PROGRESS.unpack(books.progress)
     num_tokens = arrays.put(progress.num_tokens, slots.sequence, slots.num_tokens)
     if state.search is not None:
         # Beams of a search end together; there is no answer before the search is done.
@@ -216,7 +222,7 @@ def cancel(
     is_cancelled = arrays.take(ended, slots.sequence, fill=False)
     again = ledger.num_recomputed(slots, state.table.length)
     at = jnp.where(is_cancelled, slots.sequence, NO_SEQUENCE)
-    events = ledger.unpack_columns(SequenceEvents, books.events)
+    events = EVENTS.unpack(books.events)
     now = books.clock
     events = events._replace(
         finish_s=jnp.where(ended, now[0] + 1, events.finish_s),
@@ -232,8 +238,8 @@ def cancel(
         ledger=books._replace(
             queue=arrays.compact_ids(jnp.where(stays, books.queue, NO_SEQUENCE)),
             num_waiting=jnp.sum(stays, dtype=jnp.int32),
-            progress=jnp.stack(progress, axis=1),
-            events=jnp.stack(events, axis=1),
+            progress=PROGRESS.pack(progress),
+            events=EVENTS.pack(events),
         ),
     )
     state = swapping.discard_ended(state, ended)
@@ -268,11 +274,11 @@ def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
     state = arrays.to_jax_arrays(state)
     s = state.sequences
     books = state.ledger
-    progress = ledger.unpack_columns(SequenceProgress, books.progress)
+    progress = PROGRESS.unpack(books.progress)
     alive = _is_alive(books)
     final = (progress.num_tokens > 0) & ~_any_in_group(s, alive)
     drained_sequences = DrainedSequences(
-        final, s, progress, ledger.unpack_columns(SequenceEvents, books.events)
+        final, s, progress, EVENTS.unpack(books.events)
     )
     left = jnp.where(final[:, None], 0, books.progress)
     return state._replace(ledger=books._replace(progress=left)), drained_sequences
@@ -280,10 +286,8 @@ def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
 
 def _is_alive(books: Ledger) -> Bool[Array, " sequences"]:
     """Returns a mask of the waiting and running sequences."""
-    num_tokens = ledger.unpack_columns(SequenceProgress, books.progress).num_tokens
-    return (num_tokens > 0) & (
-        ledger.unpack_columns(SequenceEvents, books.events).finish_s == 0
-    )
+    is_used = PROGRESS.read(books.progress, "num_tokens") > 0
+    return is_used & (EVENTS.read(books.events, "finish_s") == 0)
 
 
 def _any_in_group(

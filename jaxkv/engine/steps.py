@@ -376,9 +376,9 @@ def _audit(state: EngineState, config: EngineConfig) -> Violations:
         )
     if state.staging is None:
         return violations
-    progress = ledger.unpack_columns(ledger.SequenceProgress, state.ledger.progress)
-    events = ledger.unpack_columns(ledger.SequenceEvents, state.ledger.events)
-    waits = (progress.num_tokens > 0) & (events.finish_s == 0)
+    books = state.ledger
+    waits = ledger.PROGRESS.read(books.progress, "num_tokens") > 0
+    waits &= ledger.EVENTS.read(books.events, "finish_s") == 0
     waits = arrays.put(waits, state.slots.sequence, False)
     faults = count_swap_faults(
         state.staging, state.sequences.group, waits, page_size=config.page_size
@@ -410,9 +410,9 @@ def _retire(
         ended = reason != NOT_ENDED
         row = jnp.where(ended, state.slots.sequence, NO_SEQUENCE)
         books = ledger.note_events(books, begins, ended, length)
-        column = ledger.SequenceProgress._fields.index("num_tokens")
-        num_tokens = books.slots.num_tokens
-        progress = arrays.put(books.progress, (row, column), num_tokens)
+        progress = ledger.PROGRESS.write(
+            books.progress, row, num_tokens=books.slots.num_tokens
+        )
         s = state.sequences
         state = state._replace(
             ledger=books._replace(progress=progress),

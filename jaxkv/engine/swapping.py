@@ -13,10 +13,9 @@ Source: Kwon et al. 2023, arXiv:2309.06180, section 4.5.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import arrays, ledger, memory
-from jaxkv.engine import groups
+from jaxkv import arrays, memory
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.ledger import NO_SEQUENCE, Ledger, SequenceProgress
+from jaxkv.ledger import NO_SEQUENCE, PROGRESS, Ledger
 from jaxkv.memory import copy_in, copy_out, is_out, is_written, num_free_places
 
 
@@ -74,12 +73,19 @@ def num_to_move(
 
 
 def swap_out(
-    state: EngineState, leaves: Bool[Array, " slots"], config: EngineConfig
+    state: EngineState,
+    leaves: Bool[Array, " slots"],
+    group: Int32[Array, " slots"],
+    config: EngineConfig,
 ) -> tuple[EngineState, Bool[Array, " slots"], Int32[Array, " slots"]]:
     """Copies the pages of slots to the buffer; the caller then releases them.
 
-    `leaves` marks whole groups. They are all swapped out, or none if the buffer has too
-    few free pages.
+    Args:
+      state: the engine.
+      leaves: mask of the slots, of whole groups. They are all swapped out, or none if
+        the buffer has too few free pages.
+      group: first sequence of each slot's request, see `groups.group_of_slots`.
+      config: the engine's configuration.
 
     Returns:
       The new state, the slots that are swapped out, and the pages of each slot that
@@ -87,7 +93,6 @@ def swap_out(
     """
     if state.staging is None:
         return state, jnp.zeros_like(leaves), jnp.zeros(leaves.shape, jnp.int32)
-    group = groups.group_of_slots(state)
     holder = memory.holders(state.table, group)
     after, left = copy_out(
         state.staging,
@@ -137,9 +142,9 @@ def discard_ended(state: EngineState, ended: Bool[Array, " sequences"]) -> Engin
 
 def clear_swapped(books: Ledger, lost: Bool[Array, " sequences"]) -> Ledger:
     """Records that sequences have lost their swapped pages."""
-    progress = ledger.unpack_columns(SequenceProgress, books.progress)
+    progress = PROGRESS.unpack(books.progress)
     progress = progress._replace(
         swapped_tokens=jnp.where(lost, 0, progress.swapped_tokens),
         swapped_pages=jnp.where(lost, 0, progress.swapped_pages),
     )
-    return books._replace(progress=jnp.stack(progress, axis=1))
+    return books._replace(progress=PROGRESS.pack(progress))

@@ -8,17 +8,19 @@ if TYPE_CHECKING:
     from jaxkv.ledger.groups import Groups, find_groups
     from jaxkv.ledger.head import Head, PageFacts, RequestColumns, look_up_head, observe
     from jaxkv.ledger.state import (
+        EVENTS,
         NO_SEQUENCE,
+        PROGRESS,
         Fork,
         Ledger,
         SequenceEvents,
         SequenceProgress,
         Slots,
+        TableLayout,
         is_occupied,
         is_running,
         make_ledger,
         num_to_feed,
-        unpack_columns,
     )
     from jaxkv.ledger.transitions import (
         Admission,

@@ -8,15 +8,14 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import validation
 from jaxkv.ledger.state import (
+    EVENTS,
     NO_SEQUENCE,
+    PROGRESS,
     Fork,
     Ledger,
-    SequenceEvents,
-    SequenceProgress,
     Slots,
     is_running,
     num_to_feed,
-    unpack_columns,
 )
 from jaxkv.memory import Size, pages_to_resume, pages_to_start
 from jaxkv.scheduling import Counts, RequestAttributes, relative_to_clock
@@ -68,7 +67,8 @@ def look_up_head(
       swaps: False if no request is ever swapped out, which leaves it out of the
         program.
     """
-    was = unpack_columns(SequenceProgress, ledger.progress[jnp.maximum(sequence, 0)])
+    row = jnp.maximum(sequence, 0)
+    was = PROGRESS.unpack(ledger.progress[row])
     if not swaps:
         none = jnp.zeros_like(sequence)
         was = was._replace(swapped_tokens=none, swapped_pages=none)
@@ -77,8 +77,7 @@ def look_up_head(
     fork = None
     is_swapped = was.swapped_tokens > 0
     if ledger.slots.fork is not None:
-        column = SequenceEvents._fields.index("finish_s")
-        exists &= ledger.events[jnp.maximum(sequence, 0), column] == 0
+        exists &= EVENTS.read(ledger.events, "finish_s", row) == 0
         index = jnp.arange(sequence.shape[1], dtype=jnp.int32)[None, :]
         first = jnp.min(jnp.where(exists, index, index.size), axis=1, keepdims=True)
         is_first = exists & (index == first)

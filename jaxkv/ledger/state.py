@@ -9,12 +9,15 @@ an index that the owner of the ledger chooses. While a sequence has a slot, its 
 is in `Slots`, and its row is out of date until it is preempted or ends.
 """
 
-from typing import NamedTuple
+import dataclasses
+from types import EllipsisType
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv import validation
+from jaxkv import arrays, validation
 
 NO_SEQUENCE = -1
 """Marks an empty slot, and a place in a queue without a request."""
@@ -60,7 +63,7 @@ class Slots(NamedTuple):
 
 
 class SequenceProgress(NamedTuple):
-    """Progress of sequences that do not run: the columns of `Ledger.progress`."""
+    """Progress of sequences that do not run: the columns of `PROGRESS`."""
 
     num_tokens: Int32[Array, "*n"]
     """Tokens known: prompt and answer so far; 0 in a row that is not in use."""
@@ -77,7 +80,7 @@ class SequenceProgress(NamedTuple):
 
 
 class SequenceEvents(NamedTuple):
-    """Events of sequences: the columns of `Ledger.events`."""
+    """Events of sequences: the columns of `EVENTS`."""
 
     first_s: Int32[Array, "*n"]
     """Clock at the first token: seconds + 1, or 0 before."""
@@ -91,6 +94,71 @@ class SequenceEvents(NamedTuple):
     """Tokens whose K and V were lost to preemption and computed again."""
 
 
+@dataclasses.dataclass(frozen=True)
+class TableLayout[T: (SequenceProgress, SequenceEvents)]:
+    """Columns of an integer table that has a row for each sequence.
+
+    A table is one array, since a row of one array is one gather or one write.
+    """
+
+    columns: type[T]
+    """NamedTuple of the columns, in order."""
+
+    def unpack(self, table: Int32[Array | np.ndarray, "*n fields"]) -> T:
+        """Returns all columns."""
+        return self.columns(*(self.read(table, x) for x in self.columns._fields))
+
+    def pack(self, columns: T) -> Int32[Array, "*n fields"]:
+        """Returns the table of columns."""
+        return jnp.stack(columns, axis=-1)
+
+    def read(
+        self,
+        table: Int32[Array | np.ndarray, "*n fields"],
+        column: str,
+        row: Int32[Array, "*m"] | EllipsisType = ...,
+    ) -> Any:
+        """Returns a column, or its entries in some rows."""
+        entries: Any = table  # of JAX, or of NumPy on the host
+        return entries[row, self.columns._fields.index(column)]
+
+    def write(
+        self,
+        table: Int32[Array, "sequences fields"],
+        row: Int32[Array, " n"],
+        **columns: Int32[Array, " n"],
+    ) -> Int32[Array, "sequences fields"]:
+        """Writes columns of some rows; drops rows out of range, -1 included."""
+        return self._put(table, row, columns, "set")
+
+    def add(
+        self,
+        table: Int32[Array, "sequences fields"],
+        row: Int32[Array, " n"],
+        **columns: Int32[Array, " n"],
+    ) -> Int32[Array, "sequences fields"]:
+        """Adds to columns of some rows; drops rows out of range, -1 included."""
+        return self._put(table, row, columns, "add")
+
+    def _put(
+        self,
+        table: Array,
+        row: Array,
+        columns: dict[str, Array],
+        how: Literal["set", "add"],
+    ) -> Array:
+        names = self.columns._fields
+        if len(columns) == len(names):
+            return arrays.put(table, row, self.pack(self.columns(**columns)), how)
+        for name, values in columns.items():
+            table = arrays.put(table, (row, names.index(name)), values, how)
+        return table
+
+
+PROGRESS = TableLayout(SequenceProgress)
+EVENTS = TableLayout(SequenceEvents)
+
+
 class Ledger(NamedTuple):
     """Bookkeeping of one engine or of one simulation."""
 
@@ -102,9 +170,9 @@ class Ledger(NamedTuple):
     num_waiting: Int32[Array, ""]
     """Requests in the queue."""
     progress: Int32[Array, "sequences fields"]
-    """A row of `SequenceProgress` for each sequence."""
+    """Table with the layout `PROGRESS`."""
     events: Int32[Array, "sequences fields"]
-    """A row of `SequenceEvents` for each sequence."""
+    """Table with the layout `EVENTS`."""
 
 
 @validation.checks_numbers(num_places=0, num_sequences=0)
@@ -149,11 +217,6 @@ def make_ledger(
         progress=zeros(num_sequences, len(SequenceProgress._fields)),
         events=zeros(num_sequences, len(SequenceEvents._fields)),
     )
-
-
-def unpack_columns[T](kind: type[T], table: Int32[Array, "*n fields"]) -> T:
-    """Returns the columns of a table as a `SequenceProgress` or `SequenceEvents`."""
-    return kind(*(table[..., i] for i in range(table.shape[-1])))
 
 
 def is_running(slots: Slots) -> Bool[Array, "*n"]:

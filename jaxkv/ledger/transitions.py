@@ -11,7 +11,9 @@ from jaxkv import arrays, validation
 from jaxkv.ledger.groups import Groups
 from jaxkv.ledger.head import Head
 from jaxkv.ledger.state import (
+    EVENTS,
     NO_SEQUENCE,
+    PROGRESS,
     Ledger,
     SequenceEvents,
     SequenceProgress,
@@ -29,7 +31,7 @@ class Preemption(NamedTuple):
     sequence: Int32[Array, " slots"]
     """Preempted sequence of each slot, or `NO_SEQUENCE`."""
     progress: Int32[Array, "slots fields"]
-    """Rows of `SequenceProgress`."""
+    """Rows of `Ledger.progress`."""
     request: Int32[Array, " slots"]
     """Preempted requests, each once, in order of slots, or `NO_SEQUENCE`."""
 
@@ -83,16 +85,15 @@ def preempt(
         swapped_tokens=jnp.where(is_swapped, length, 0),
         swapped_pages=jnp.where(is_swapped, swapped_pages, 0),
     )
-    column = SequenceEvents._fields.index("num_recomputed")
     again = num_recomputed(slots, length)
     first = is_preempted if group is None else is_preempted & group.is_first
     return ledger._replace(
         slots=slots._replace(
             sequence=jnp.where(is_preempted, NO_SEQUENCE, slots.sequence)
         ),
-        events=arrays.put(ledger.events, (index, column), again, "add"),
+        events=EVENTS.add(ledger.events, index, num_recomputed=again),
     ), Preemption(
-        index, jnp.stack(progress, axis=1), jnp.where(first, request, NO_SEQUENCE)
+        index, PROGRESS.pack(progress), jnp.where(first, request, NO_SEQUENCE)
     )
 
 
@@ -269,9 +270,7 @@ def note_events(
         num_recomputed=jnp.where(ended, num_recomputed(slots, length), 0),
     )
     index = jnp.where(begins | ended, slots.sequence, NO_SEQUENCE)
-    return ledger._replace(
-        events=arrays.put(ledger.events, index, jnp.stack(events, axis=1), "add")
-    )
+    return ledger._replace(events=EVENTS.add(ledger.events, index, **events._asdict()))
 
 
 def retire(

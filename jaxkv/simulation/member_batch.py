@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from jaxkv import clock, scheduling
-from jaxkv.ledger import SequenceEvents
+from jaxkv.ledger import EVENTS
 from jaxkv.scheduling import MAX_STALLED_STEPS, StepCounter
 from jaxkv.simulation import outcomes, step
 from jaxkv.simulation.results import Means, SimulationResult, StepTrace, Totals
@@ -206,10 +206,8 @@ class MemberBatch:
             sent_s = clock.to_seconds(state.sessions.arrival[member])[served]
             has_come = sent_s <= clock.to_seconds(state.ledger.clock[member])
             taken = served[np.argsort(sent_s, kind="stable")[: has_come.sum()]]
-        finish = SequenceEvents._fields.index("finish_s")
-        ends = np.asarray(state.ledger.events[member])[:, finish].reshape(
-            load.prompt.shape[1], -1
-        )
+        ends = EVENTS.read(np.asarray(state.ledger.events[member]), "finish_s")
+        ends = ends.reshape(load.prompt.shape[1], -1)
         sample = np.arange(ends.shape[1])[None, :]
         alive = (ends == 0) & (sample < np.asarray(load.samples[member])[:, None])
         return taken[alive.any(axis=1)[taken]]

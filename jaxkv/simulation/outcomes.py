@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv import clock, validation
-from jaxkv.ledger import SequenceEvents, SequenceProgress
+from jaxkv.ledger import EVENTS, PROGRESS
 from jaxkv.simulation import sessions
 from jaxkv.simulation.state import Simulation
 from jaxkv.workloads import Workload, make_dataframe, per_row
@@ -82,17 +82,16 @@ def read_outcomes(
         for name in names
     }
     w: Any = Workload(**spread, dependencies=workload.dependencies)
-    table = np.asarray(state.ledger.events).reshape(
-        *members, num, -1, len(SequenceEvents._fields)
+    events: Any = jax.tree.map(
+        lambda x: x.reshape(*members, num, -1),
+        EVENTS.unpack(np.asarray(state.ledger.events)),
     )
-    noted: Any = SequenceEvents(*np.moveaxis(table, -1, 0))
-    column = SequenceProgress._fields.index("num_preempted")
-    num_preempted = np.asarray(state.ledger.progress)[..., column]
+    num_preempted = PROGRESS.read(np.asarray(state.ledger.progress), "num_preempted")
     num_preempted = num_preempted.reshape(*members, num, -1)
-    is_sequence = np.arange(table.shape[-2]) < w.samples[..., None]
-    first = _time(noted.first_s, noted.first_us, until_s)
+    is_sequence = np.arange(num_preempted.shape[-1]) < w.samples[..., None]
+    first = _time(events.first_s, events.first_us, until_s)
     first_s = np.min(np.nan_to_num(first, nan=np.inf), axis=-1)
-    finish = _time(noted.finish_s, noted.finish_us, until_s)
+    finish = _time(events.finish_s, events.finish_us, until_s)
     finish_s = np.max(np.where(is_sequence, finish, -np.inf), axis=-1)
     finish_s = np.where(np.isfinite(finish_s), finish_s, np.nan)
     served = np.zeros(finish_s.shape, bool)
@@ -119,7 +118,7 @@ def read_outcomes(
         first_s=np.where(np.isfinite(first_s), first_s, np.nan),
         finish_s=finish_s,
         preempted=num_preempted.sum(axis=-1),
-        recomputed=noted.num_recomputed.sum(axis=-1),
+        recomputed=events.num_recomputed.sum(axis=-1),
         rejected=~served & (w.samples > 0),
     )
     if warns:

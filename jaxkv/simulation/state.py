@@ -156,10 +156,10 @@ def init_simulation(
         holds=holds_finished(policy),
     )
     prompt = jnp.repeat(w.prompt, max_samples)
-    progress = ledger.SequenceProgress(*jnp.moveaxis(books.progress, -1, 0))
+    progress = ledger.PROGRESS.unpack(books.progress)
     progress = progress._replace(num_tokens=prompt, num_common=prompt)
     return Simulation(
-        ledger=books._replace(progress=jnp.stack(progress, axis=-1)),
+        ledger=books._replace(progress=ledger.PROGRESS.pack(progress)),
         pages=CountedPages(
             length=zeros(max_slots),
             places=zeros(max_slots),

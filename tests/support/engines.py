@@ -24,7 +24,7 @@ from jaxkv.engine import (
     init,
 )
 from jaxkv.engine.state import LENGTH_REACHED, NOT_A_NUMBER, NOT_ENDED, STOPPED
-from jaxkv.ledger import NO_SEQUENCE, SequenceEvents, SequenceProgress
+from jaxkv.ledger import EVENTS, NO_SEQUENCE, PROGRESS
 from jaxkv.memory import Eviction, count_prefix_faults
 from jaxkv.models import (
     Forward,
@@ -420,8 +420,8 @@ def unfinished(state: EngineState) -> np.ndarray:
     progress, events = (
         np.asarray(x) for x in (state.ledger.progress, state.ledger.events)
     )
-    num_tokens = progress[:, SequenceProgress._fields.index("num_tokens")]
-    return (num_tokens > 0) & (events[:, SequenceEvents._fields.index("finish_s")] == 0)
+    num_tokens = PROGRESS.read(progress, "num_tokens")
+    return (num_tokens > 0) & (EVENTS.read(events, "finish_s") == 0)
 
 
 def random_asks(

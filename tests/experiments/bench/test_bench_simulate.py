@@ -7,7 +7,7 @@ import pytest
 
 from experiments.bench.simulate import plain_scheduler, scheduler_steps
 from jaxkv import clock, scheduling
-from jaxkv.ledger import SequenceEvents
+from jaxkv.ledger import EVENTS
 from jaxkv.simulation import Capacity, Simulation
 from jaxkv.simulation.step import init_simulation, simulate_steps
 from jaxkv.workloads import Workload
@@ -76,7 +76,7 @@ def test_python_scheduler_equals_the_simulator() -> None:
     for name, values in ours.items():
         peer_rows = [getattr(step, name) for step in steps]
         assert np.asarray(values)[busy].tolist() == peer_rows, name
-    noted = SequenceEvents(*np.asarray(state.ledger.events, np.int64).T)
+    noted = EVENTS.unpack(np.asarray(state.ledger.events, np.int64))
     for name in ("first", "finish"):
         ours_us = (getattr(noted, f"{name}_s") - 1) * clock.MICROS_PER_SECOND
         ours_us = ours_us + getattr(noted, f"{name}_us")

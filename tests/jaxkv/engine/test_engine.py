@@ -16,7 +16,7 @@ from jaxkv.engine.state import (
     EngineState,
 )
 from jaxkv.engine.steps import run_steps
-from jaxkv.ledger import SequenceEvents, SequenceProgress
+from jaxkv.ledger import EVENTS, PROGRESS
 from jaxkv.models import PagedForward
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Counts, Plan
@@ -255,11 +255,9 @@ def statuses(state: EngineState) -> dict[int, tuple[str, int]]:
     books = state.ledger
     progress = np.asarray(books.progress)
     running = np.asarray(state.slots.sequence)
-    finish_s = np.asarray(books.events)[:, SequenceEvents._fields.index("finish_s")]
+    finish_s = EVENTS.read(np.asarray(books.events), "finish_s")
     by_request = {}
-    for row in np.flatnonzero(
-        progress[:, SequenceProgress._fields.index("num_tokens")]
-    ):
+    for row in np.flatnonzero(PROGRESS.read(progress, "num_tokens")):
         status = RUNNING if row in running else WAITING
         status = FINISHED if finish_s[row] else status
         by_request[int(s.request_id[row])] = status, int(s.reason[row])

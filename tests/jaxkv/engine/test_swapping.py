@@ -13,7 +13,7 @@ import pytest
 from jaxkv import clock, scheduling
 from jaxkv.engine import StepInfo
 from jaxkv.engine.state import EngineConfig, EngineState
-from jaxkv.ledger import SequenceProgress
+from jaxkv.ledger import PROGRESS
 from jaxkv.models import PagedForward
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling.first_come import victims
@@ -138,9 +138,8 @@ def test_new_requests_wait_until_preempted_ones_complete(hold_new: bool) -> None
         s = state.sequences
         overtaken += bool(owed and running - earlier)
         earlier |= running
-        column = SequenceProgress._fields.index("num_preempted")
         alive = engines.unfinished(state)
-        alive &= np.asarray(state.ledger.progress)[:, column] > 0
+        alive &= PROGRESS.read(np.asarray(state.ledger.progress), "num_preempted") > 0
         owed = set(np.asarray(s.request_id)[alive].tolist())
     assert earlier == set(range(len(asks)))
     assert (overtaken == 0) == hold_new

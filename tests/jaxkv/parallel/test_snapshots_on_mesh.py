@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv.engine import EngineState
-from jaxkv.ledger import SequenceEvents
+from jaxkv.ledger import EVENTS
 from jaxkv.parallel import make_mesh, place_state
 from tests.support import engine_programs, engines
 from tests.support.meshes import ASKS, PROMPTS, engine_on
@@ -85,9 +85,7 @@ def test_state_continues_on_other_layouts(
     end, emitted = go_on(engine, state)
     assert sum(int(x.num_emitted.sum()) for x in emitted) > 10
     assert not engines.unfinished(end).any()
-    finish_s = np.asarray(end.ledger.events)[
-        :, SequenceEvents._fields.index("finish_s")
-    ]
+    finish_s = EVENTS.read(np.asarray(end.ledger.events), "finish_s")
     assert (finish_s > 0).sum() >= len(ASKS)
     assert_equal(go_on(engine, placed)[1], emitted)
     # On one device, equal tokens of every sequence.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv import clock, scheduling
-from jaxkv.ledger import SequenceProgress
+from jaxkv.ledger import PROGRESS
 from jaxkv.scheduling import NO_LIMIT
 from jaxkv.simulation import contiguous
 from jaxkv.simulation import step as simulation_step
@@ -141,9 +141,7 @@ def test_orca_admits_in_order_while_blocks_are_free() -> None:
     used = trace[-1].used_pages * leaf
     assert (split.tokens + split.reserved + split.internal <= used).all()
     assert (states.num_done == num).all()
-    assert not states.ledger.progress[
-        ..., SequenceProgress._fields.index("num_preempted")
-    ].any()
+    assert not PROGRESS.read(states.ledger.progress, "num_preempted").any()
     # 203 leaves of 2 have three blocks of 128 places; smaller reservations admit more.
     assert max(batches[0]) == 3
     steps = [np.count_nonzero(batch) for batch in batches]

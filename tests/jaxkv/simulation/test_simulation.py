@@ -11,7 +11,7 @@ import pytest
 from jaxkv import clock as jaxkv_clock
 from jaxkv import ledger, scheduling
 from jaxkv.clock import from_seconds, to_seconds
-from jaxkv.ledger import SequenceEvents, SequenceProgress
+from jaxkv.ledger import EVENTS, PROGRESS, SequenceEvents
 from jaxkv.scheduling import NO_LIMIT, Policy
 from jaxkv.simulation import Capacity, Simulation, apply_plan, counted_pages
 from jaxkv.simulation import step as simulation_step
@@ -31,7 +31,7 @@ from tests.support.simulations import (
 
 
 def events(state: Simulation) -> SequenceEvents:
-    return SequenceEvents(*np.asarray(state.ledger.events).T)
+    return EVENTS.unpack(np.asarray(state.ledger.events))
 
 
 def seeds(*quick: str) -> list[Any]:
@@ -87,15 +87,14 @@ def test_it_schedules_as_the_engine(name: str, seed: int) -> None:
     at = [r * case.max_samples + i for r in range(num) for i in range(samples[r])]
     assert int(run.simulation.num_served) == num
     noted, engine_events = (
-        SequenceEvents(*np.asarray(x.ledger.events).T)
-        for x in (run.simulation, run.engine)
+        EVENTS.unpack(np.asarray(x.ledger.events)) for x in (run.simulation, run.engine)
     )
     np.testing.assert_array_equal(
         noted.num_recomputed[at], engine_events.num_recomputed[: len(at)]
     )
-    column = SequenceProgress._fields.index("num_preempted")
     times, their_times = (
-        np.asarray(x.ledger.progress)[:, column] for x in (run.simulation, run.engine)
+        PROGRESS.read(np.asarray(x.ledger.progress), "num_preempted")
+        for x in (run.simulation, run.engine)
     )
     np.testing.assert_array_equal(times[at], their_times[: len(at)])
     assert (times.sum() > 0) == (name not in ("static", "groups, static"))
