@@ -60,7 +60,7 @@ def num_arrived(
     return come
 
 
-def find_slot_groups(slots: Slots, request: Int32[Array, " slots"]) -> Groups | None:
+def groups_by_request(slots: Slots, request: Int32[Array, " slots"]) -> Groups | None:
     """Finds the groups of the slots; None if every request has one sequence."""
     return None if slots.fork is None else ledger.find_groups(request)
 
@@ -97,7 +97,7 @@ def observe_simulation(
     slots = books.slots
     length, places, block = state.pages
     running_request = slots.sequence // max_samples
-    group = find_slot_groups(slots, running_request)
+    group = groups_by_request(slots, running_request)
     request = books.queue[:head]
     sample = jnp.arange(max_samples, dtype=jnp.int32)[None, :]
     exists = (request >= 0)[:, None]

@@ -237,7 +237,7 @@ def _plan(
 
 def _look_up_batch(slots: Slots, w: Workload, max_samples: int) -> _Batch:
     """Looks up the requests of the running batch."""
-    group = apply_plan.find_slot_groups(slots, slots.sequence // max_samples)
+    group = apply_plan.groups_by_request(slots, slots.sequence // max_samples)
     request = jnp.maximum(slots.sequence, 0) // max_samples
     return _Batch(
         group,
