@@ -1,9 +1,12 @@
 """Rows and bars that several benchmarks share."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.plotting import SYSTEM_STYLES, system_style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def split_details(
@@ -23,7 +26,7 @@ def split_details(
 
 
 def draw_bars(
-    ax: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str]
+    ax: "Axes", names: Sequence[str], values: Sequence[float], labels: Sequence[str]
 ) -> None:
     """Draws a bar for each name from top to bottom, in the colour of its system.
 

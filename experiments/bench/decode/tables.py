@@ -3,7 +3,7 @@
 Rows of older records lack some columns, which are then None.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from jaxkv.report import (
     format_percent,
     format_rate,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 KEY_COLUMNS = ("implementation", "batch", "prompt_tokens")
 RATIO_COLUMNS = {"decode": "ratio", "prefill": "prefill_ratio"}
@@ -78,7 +81,7 @@ def fill_missing(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [dict.fromkeys(LACKING) | row for row in result]
 
 
-def plot(axes: Any, result: list[dict[str, Any]]) -> None:
+def plot(axes: np.ndarray, result: list[dict[str, Any]]) -> None:
     """Draws tokens per second, ratios with their range, and the parts of a step."""
     decode, prefill, ratios, spent = axes
     names = list(dict.fromkeys(x["implementation"] for x in result))
@@ -106,7 +109,7 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def _draw_rates(
-    ax: Any, kind: str, result: list[dict[str, Any]], names: list[str]
+    ax: "Axes", kind: str, result: list[dict[str, Any]], names: list[str]
 ) -> None:
     rows = [x for x in result if x[f"{kind}_tokens_per_s"] is not None]
     cases = list(dict.fromkeys(map(_label, rows)))
@@ -115,8 +118,7 @@ def _draw_rates(
         selected = [x for x in rows if x["implementation"] == name]
         places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in selected]
         rates = [x[f"{kind}_tokens_per_s"] for x in selected]
-        look = {"label": name} | system_style(name).bar
-        bars = ax.bar(places, rates, 0.94 * width, **look)
+        bars = ax.bar(places, rates, 0.94 * width, label=name, **system_style(name).bar)
         ax.bar_label(bars, [*map(format_rate, rates)], padding=2, rotation=90)
     ax.margins(y=0.22)
     ax.set(title=f"Rates of {kind}", ylabel=f"{kind} [tokens/s]")
@@ -125,13 +127,13 @@ def _draw_rates(
         ax.legend()
 
 
-def _name_cases(ax: Any, cases: list[str]) -> None:
+def _name_cases(ax: "Axes", cases: list[str]) -> None:
     ax.set_xticks(range(len(cases)), cases)
     ax.set_xlabel("top: batch [sequences]; bottom: context of each [tokens]")
     ax.tick_params(axis="x", length=0)
 
 
-def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
+def _draw_ratios(ax: "Axes", jaxkv_rows: list[dict[str, Any]]) -> None:
     cases = [_label(x) for x in jaxkv_rows]
     faster = []
     looks = zip(RATIO_COLUMNS.items(), ((BLUE, "o"), (SKY, "s")), strict=True)
@@ -153,14 +155,22 @@ def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
     ax.legend()
 
 
-def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
+def _draw_parts(ax: "Axes", jaxkv_rows: list[dict[str, Any]]) -> None:
     bottom = np.zeros(len(jaxkv_rows))
     for hatch, (key, (name, color)) in zip(
         ("", "//", ".."), TIMELINE_PARTS.items(), strict=True
     ):
         shares = [100 * max(0.0, x[key]) / x["step_s"] for x in jaxkv_rows]
-        look = {"color": plotting.colors()[color], "hatch": hatch, "edgecolor": "white"}
-        ax.bar(range(len(jaxkv_rows)), shares, 0.7, bottom, label=name, **look)
+        ax.bar(
+            range(len(jaxkv_rows)),
+            shares,
+            0.7,
+            bottom,
+            label=name,
+            color=plotting.colors()[color],
+            hatch=hatch,
+            edgecolor="white",
+        )
         bottom += shares
     title = "Parts of a decode step"
     if jaxkv_rows:

@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -42,6 +42,9 @@ from scaling.fits import (
     solve_weightings,
 )
 from scaling.laws import CHINCHILLA, simulate_isoflop_runs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 JAXKV = "jaxkv"
 FIRST_CALL = "jaxkv, first call"
@@ -238,7 +241,7 @@ def _rows(
     return rows
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: "Axes", result: list[dict[str, Any]]) -> None:
     """Draws the time of every method."""
     taken = [row["seconds"] for row in result]
     labels = [

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ from pallas_kernels.bench import (
     unavailable_reason,
     walk_thunks,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TARGET_DEVICE = "NVIDIA H200"
 STEP_PARTS = tuple("counts schedule apply_plan pack advance emit retire info".split())
@@ -368,7 +371,7 @@ def summary(result: Launches) -> list[Sheet]:
     return [*metric_sheets(to_plain(shown))]
 
 
-def plot(ax: Any, result: Launches) -> None:
+def plot(ax: "Axes", result: Launches) -> None:
     """Draws the launches of each part of a step, grouped by path."""
     paths = list(dict.fromkeys(result.counts.path.tolist()))
     shown = ["layer", "forward", *STEP_PARTS, "other"]

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from jaxkv.simulation import Capacity, Cost, ProgramSizes, SimulationMember, par
 from jaxkv.simulation import MemberBatch as Runner
 from jaxkv.workloads import SHAREGPT, Workload, make_workload
 from scaling.costs import LinearCost, figure_12_cost
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SPEED_KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
 SPEED_NAMES = {
@@ -263,7 +266,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     return [Sheet("steps of a scheduler in a second", heads, lines, note)]
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: "Axes", result: list[dict[str, Any]]) -> None:
     """Draws the rates of one run, of mapped runs, and of plain Python."""
     numbers = metrics(result)
     values = [(numbers[name] or 0.0) / 1000 for name in SPEED_KEYS]

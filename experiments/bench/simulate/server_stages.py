@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -51,6 +51,9 @@ from scaling.calibration import (
     take_draws,
 )
 from scaling.cli import find_measured_runs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PEER_SCRIPT = Path(__file__).with_name("peer_script.py")
 PUBLISHED_ERRORS = (
@@ -339,7 +342,7 @@ def summary(result: Result) -> list[ReportPart]:
     return [*parts, Sheet("published errors", heads, PUBLISHED_ERRORS, NOT_RUN)]
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(ax: "Axes", result: Result) -> None:
     """Draws the time of every system for the first stage."""
     answers = result.answers
     if len(answers):

@@ -12,7 +12,7 @@ import functools
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from jaxkv.report import (
 )
 from scaling import training
 from scaling.corpora import VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 KEY_COLUMNS = ("implementation", "width")
 DETAILS = ("spread", "loss_gap", "optimizer", "ceiling_flops_per_s", "mfu", "version")
@@ -202,7 +205,7 @@ def _rows(
         }
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: "Axes", result: list[dict[str, Any]]) -> None:
     """Draws tokens per second against the width."""
     rates = TrainingRates.of(result)
     for name in rates.distinct("implementation"):

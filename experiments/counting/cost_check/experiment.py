@@ -10,7 +10,7 @@ some residuals and never holds all of them at once, so no formula predicts that 
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,9 @@ from scaling.costs import (
 )
 from scaling.shapes import describe_config
 from scaling.training import token_losses
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _KEPT_SEQUENCE = 256
 """Tokens of a sequence whose residuals are counted: more than one attention tile,
@@ -230,7 +233,7 @@ MARKER_STYLES = (
 """Colour and marker of the families, in order."""
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: "Axes", result: list[dict[str, Any]]) -> None:
     """Draws the ratio of formula to count."""
     places = np.arange(len(COUNT_PAIRS))
     off = [0.0]

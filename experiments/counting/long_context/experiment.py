@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import count_compiled, predicted_traffic
 from jaxkv import validation
@@ -142,7 +144,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the memory of a device, and the bytes it sends for attention, by tokens."""
     (memory_ax, sent), ways = axes, result.ways
     for name in ways.distinct("layout"):

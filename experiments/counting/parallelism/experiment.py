@@ -9,7 +9,7 @@ and two layers determine those of the whole model.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from scaling import shapes
 from scaling.costs import max_device_params, parse_layout, training_step_flops
 from scaling.shapes import describe_config
 from scaling.training import check_trainable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CLAIMS = claims_file(__file__)
 
@@ -219,7 +222,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("flops", row["flops"], published=row["flops_found"], **words)
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(ax: "Axes", result: Result) -> None:
     """Draws the bytes a device sends: formulas by kind, and counts of the programs."""
     ways = result.ways
     parts = result.parts

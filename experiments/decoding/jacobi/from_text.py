@@ -227,6 +227,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("speed", np.nanmax(greedy.speed), device=result.device)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the iterations of one block, iterations by length, and speeds."""
     drawing.draw_jacobi(axes, result.picture, result.blocks, result.runs)

@@ -1,6 +1,6 @@
 """Draws the speed-up of speculation and its cost."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,12 +17,15 @@ from jaxkv.plotting import (
     use_powers_of_two,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 DRAFT_COLORS = (BLUE, GREEN, ORANGE, RED)
 """Colours by draft length, ascending; markers follow."""
 MARKERS = "o^ds"
 
 
-def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
+def draw_speculation(axes: np.ndarray, runs: Any, coins: Any, num_drafts: int) -> None:
     """Draws 4 panels: drafts and methods above, batches and synthetic drafts below."""
     greedy = runs.where(temperature=0.0)
     single = runs.where(batch=1)
@@ -41,7 +44,7 @@ def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
     _synthetic(axes[1, 1], coins)
 
 
-def _lengths(ax: Any, runs: Any) -> None:
+def _lengths(ax: "Axes", runs: Any) -> None:
     """Draws tokens per step by draft length, with the formula as a dashed line."""
     best = ("", 0.0)
     for method in runs.distinct("way"):
@@ -65,7 +68,7 @@ def _lengths(ax: Any, runs: Any) -> None:
 
 
 def bars(
-    ax: Any, runs: Any, names: list[str], kinds: list[str], field: str, label: str
+    ax: "Axes", runs: Any, names: list[str], kinds: list[str], field: str, label: str
 ) -> None:
     """Draws a metric of every run: greedy above, temperature 1 below.
 
@@ -83,14 +86,23 @@ def bars(
     for nth, temperature in enumerate((0.0, 1.0)):
         for i in np.flatnonzero(runs.temperature == temperature):
             place = order.index(names[i]) + height * (nth - 0.5)
-            look = {"color": system_style(kinds[i]).color, "edgecolor": "white"}
-            look |= {"hatch": "////"} if nth else {}
-            container = ax.barh(place, values[i], 0.92 * height, **look)
+            container = ax.barh(
+                place,
+                values[i],
+                0.92 * height,
+                color=system_style(kinds[i]).color,
+                edgecolor="white",
+                hatch="////" if nth else None,
+            )
             ax.bar_label(container, [f"{values[i]:.2f}"], padding=3)
     for name, hatch in (("greedy", ""), ("temperature 1", "////")):
-        look = {"facecolor": "0.45", "edgecolor": "white", "hatch": hatch}
         ax.fill_between(
-            [], [], label=f"above: {name}" if not hatch else f"below: {name}", **look
+            [],
+            [],
+            label=f"above: {name}" if not hatch else f"below: {name}",
+            facecolor="0.45",
+            edgecolor="white",
+            hatch=hatch,
         )
     ax.set_yticks(range(len(order)), order)
     ax.tick_params(axis="y", length=0)
@@ -101,7 +113,7 @@ def bars(
     ax.legend()
 
 
-def _batches(ax: Any, runs: Any) -> None:
+def _batches(ax: "Axes", runs: Any) -> None:
     """Draws speed and cost of a step by batch size."""
     runs = runs.at(np.argsort(runs.batch))
     for values, color, mark, label in (
@@ -122,7 +134,7 @@ def _batches(ax: Any, runs: Any) -> None:
     ax.legend()
 
 
-def _synthetic(ax: Any, coins: Any) -> None:
+def _synthetic(ax: "Axes", coins: Any) -> None:
     """Draws tokens per step of synthetic drafts, with lines of the formula."""
     chances = np.linspace(0, 1, 101)
     off = [0.0]
@@ -145,7 +157,7 @@ def _synthetic(ax: Any, coins: Any) -> None:
     set_labels(ax, title, x, y, ylim=(0, None))
 
 
-def draw_priced(axes: Any, priced: Any) -> None:
+def draw_priced(axes: np.ndarray, priced: Any) -> None:
     """Draws tokens per step and speed by acceptance rate, with theory dashed."""
     for ax, field, reference, words, y in (
         (

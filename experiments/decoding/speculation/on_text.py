@@ -337,6 +337,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws tokens per step, speeds by method and batch size, and synthetic drafts."""
     drawing.draw_speculation(axes, result.runs, result.coins, result.num_drafts)

@@ -213,6 +213,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("chance", np.abs(priced.errors_off).max(), **words)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws tokens per step and speed by acceptance rate, with lines of theory."""
     drawing.draw_priced(axes, result.priced)

@@ -251,6 +251,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("trees", gain, device=result.device)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws tokens and speeds of all methods, costs, and adaptive methods by batch."""
     drawing.draw_methods(axes, result.ways, result.adaptive)

@@ -104,7 +104,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     return [length_stats | row for row in rows]
 
 
-def plot(axes: Any, result: list[Row]) -> None:
+def plot(axes: np.ndarray, result: list[Row]) -> None:
     """Draws latency against rate, and the ratio of loads against the latency bound."""
     latency, ratio = axes
     curves = runs.latency_curves(result)

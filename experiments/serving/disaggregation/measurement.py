@@ -436,7 +436,7 @@ SYSTEMS = dict(zip(PHASES, ("both phases", "split"), strict=True))
 """Labels of the placements in figures."""
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws time to first token and time between tokens by rate."""
     for ax, name, unit, words in (
         (axes[0], "first", 1, "first token"),

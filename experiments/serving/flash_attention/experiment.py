@@ -259,7 +259,7 @@ def _slope(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.log(y[-1] / y[-2]) / np.log(x[-1] / x[-2]))
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws time and memory by length, and the time of a single query."""
     seconds, memory, one = axes
     for name, timings, one_s in (

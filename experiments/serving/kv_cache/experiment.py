@@ -210,7 +210,7 @@ SYSTEMS = ("without the cache", "with the cache")
 """Labels of both ways in figures."""
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws times on the left and FLOPs on the right; one token above, a text below."""
     timed = result.timed
     models = ((result.counted, "-"), (result.other, "--"))

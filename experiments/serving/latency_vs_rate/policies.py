@@ -192,7 +192,7 @@ GOALS = {
 """Columns of `PolicyTable` that a policy is designed for."""
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws each metric over that of the first policy, and the P99 wait."""
     (left, right), rows = axes, result.policies
     place = np.arange(len(rows))

@@ -154,7 +154,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
                 yield measured("half", float(unused[i]), published=half, **words)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws latency and memory use by page size."""
     latency, memory = axes
     worst = ("", 0, 0.0)

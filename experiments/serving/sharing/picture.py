@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
@@ -14,6 +14,9 @@ from jaxkv.memory import NO_PAGE
 from jaxkv.plotting import Box, draw_rectangle, draw_text
 from jaxkv.report import ResultTable, Texts, column, computed_column
 from jaxkv.sampling import Sampling
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PROMPT_TEXT = '''def read_lines(path):
     """Reads a text file."""
@@ -109,7 +112,7 @@ _SHADES = ("#eef3f8", "#c6dcec", "#8fbfe0", "#0072b2")
 """Fills of pages by number of readers, 1 to 4."""
 
 
-def draw_scene(ax: Any, picture: PageTableScenes, i: int) -> None:
+def draw_scene(ax: "Axes", picture: PageTableScenes, i: int) -> None:
     """Draws the sequences of a scene as rows; a shared page spans its rows."""
     ax.set_axis_off()
     row = picture.rows()[i]
@@ -136,7 +139,7 @@ def draw_scene(ax: Any, picture: PageTableScenes, i: int) -> None:
 
 
 def _draw_page(
-    ax: Any, box: Box, filled: float, page: int, readers: int, words: str
+    ax: "Axes", box: Box, filled: float, page: int, readers: int, words: str
 ) -> None:
     """Draws a page with its filled part, as high as its number of readers."""
     shade = min(readers, len(_SHADES)) - 1

@@ -7,7 +7,7 @@ answers to held-out files.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,9 @@ from scaling.training import (
     stream_windows,
     train_heads,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Kind = Literal["medusa", "eagle"]
 
@@ -225,7 +228,7 @@ def score_heads(
     )
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(ax: "Axes", result: Result) -> None:
     """Draws the acceptance rate of the best drafts by depth."""
     names = {"medusa": "Medusa", "eagle": "EAGLE"}
     ends = []

@@ -11,7 +11,7 @@ import dataclasses
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,9 @@ from scaling.training import (
     score_documents,
     serving_config,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,7 +293,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return result
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(ax: "Axes", result: Result) -> None:
     """Draws the training loss by tokens, and the final held-out loss."""
     loss = result.loss / np.log(2)
     draw_curve(ax, result.tokens / 1e6, loss, 5, "training", marker="")

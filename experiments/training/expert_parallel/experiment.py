@@ -386,7 +386,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws traffic by number of devices, and drops by capacity factor."""
     from matplotlib import ticker
 

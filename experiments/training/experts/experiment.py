@@ -342,7 +342,7 @@ def _rates(pair_runs: PairRuns) -> Sheet:
     )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the runs with their laws, and the expert loads of a pair."""
     from matplotlib import ticker
 

@@ -199,7 +199,7 @@ def fit_runs(
     )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws losses by tokens with the entropies, and the excess of counting."""
     left, right = np.ravel(axes)
     runs = result.runs

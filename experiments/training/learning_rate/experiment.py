@@ -161,7 +161,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws loss by learning rate, and the best rate by width."""
     left, right = axes
     runs = result.runs

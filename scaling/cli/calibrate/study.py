@@ -205,7 +205,7 @@ def _name(model: str) -> str:
     return shapes.describe_checkpoint(model).name
 
 
-def plot(axes: Any, result: CalibrationResult) -> None:
+def plot(axes: np.ndarray, result: CalibrationResult) -> None:
     """Draws predicted over measured times of each stage, with both intervals."""
     kind = result.kinds()[0]
     for ax, latency in zip(axes, (END_TO_END, FIRST_TOKEN), strict=True):

@@ -1,7 +1,7 @@
 """Figure of a plan: loss by budget, contours over N and D, tokens per parameter."""
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from scaling.cli.plan.options import PlanOptions
 from scaling.laws import CHINCHILLA, CONSTANTS, TwoPowers
 from scaling.plan import PlanCase, allocate_budget, law_two_powers, tokens_left
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _GREY = "0.6"
 _SPAN = 30.0
 """Range of the panels around the optimum's parameters, as a factor."""
@@ -31,7 +34,7 @@ def render_plan_figure(
     """Draws the figure and returns its files by name."""
     law = options.law.rpartition("/")[2]
 
-    def draw(axes: Any) -> None:
+    def draw(axes: np.ndarray) -> None:
         _draw_budgets(axes[0], case, document, law)
         _draw_plane(axes[1], case, document)
         _draw_ratios(axes[2], case, document, law)
@@ -39,7 +42,9 @@ def render_plan_figure(
     return render_figure(draw, panels=(3, 1), size_inches=(6.8, 3.2))
 
 
-def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -> None:
+def _draw_budgets(
+    ax: "Axes", case: PlanCase, document: dict[str, Any], law: str
+) -> None:
     """Draws loss against parameters for a few budgets, and the optimum."""
     num_params = document["num_params"]
     loss = document["loss"]
@@ -75,7 +80,7 @@ def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -
     ax.legend()
 
 
-def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
+def _draw_plane(ax: "Axes", case: PlanCase, document: dict[str, Any]) -> None:
     """Draws contours of the loss, the budget, and the optima of all budgets."""
     num_params = document["num_params"]
     num_tokens = document["num_tokens"]
@@ -98,10 +103,15 @@ def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
         allocate_budget(powers, flops * times, repeating=case.repeating)[:2]
         for times in np.geomspace(_SPAN**-2, _SPAN**2, 61)
     ]
-    look = {"color": "0.2", "linewidth": 1.2, "label": "cheapest to train"}
-    ax.plot(*zip(*path, strict=True), "--", **look)
+    ax.plot(
+        *zip(*path, strict=True),
+        "--",
+        color="0.2",
+        linewidth=1.2,
+        label="cheapest to train",
+    )
     if document["num_params_interval"] is not None:
-        bar = {"color": colors[6], "linewidth": 3, "alpha": 0.6}
+        bar: dict[str, Any] = {"color": colors[6], "linewidth": 3, "alpha": 0.6}
         ax.plot(document["num_params_interval"], [num_tokens] * 2, **bar)
         ax.plot([num_params] * 2, document["num_tokens_interval"], **bar)
     _mark(ax, num_params, num_tokens)
@@ -115,7 +125,9 @@ def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
     ax.legend()
 
 
-def _draw_ratios(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -> None:
+def _draw_ratios(
+    ax: "Axes", case: PlanCase, document: dict[str, Any], law: str
+) -> None:
     """Draws tokens per parameter against the budget, by law."""
     flops = case.flops * np.geomspace(1e-4, 1e2, 61)
 
@@ -150,6 +162,13 @@ def _draw_ratios(ax: Any, case: PlanCase, document: dict[str, Any], law: str) ->
     ax.legend()
 
 
-def _mark(ax: Any, x: float, y: float) -> None:
-    look = {"color": plotting.colors()[6], "markersize": 11, "zorder": 5}
-    ax.plot([x], [y], "*", label="the plan", **look)
+def _mark(ax: "Axes", x: float, y: float) -> None:
+    ax.plot(
+        [x],
+        [y],
+        "*",
+        label="the plan",
+        color=plotting.colors()[6],
+        markersize=11,
+        zorder=5,
+    )
