@@ -1,7 +1,7 @@
 """Rows and bars that several benchmarks share."""
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jaxkv.plotting import SYSTEM_STYLES, system_style
 
@@ -10,8 +10,10 @@ if TYPE_CHECKING:
 
 
 def split_details(
-    rows: Sequence[dict[str, Any]], names: Collection[str], details: Collection[str]
-) -> dict[str, Any]:
+    rows: Sequence[Mapping[str, object]],
+    names: Collection[str],
+    details: Collection[str],
+) -> dict[str, object]:
     """Splits rows for JSON into compared numbers and details.
 
     Args:

@@ -19,7 +19,7 @@ from jaxkv import engine, scheduling
 from jaxkv.clock import from_seconds
 from jaxkv.engine import DrainedSequences, EngineConfig, EngineState, drain, init
 from jaxkv.memory import Eviction, Pages
-from jaxkv.models import ForwardResult, LoadedModel, PagedForward, make_model_pages
+from jaxkv.models import Forward, LoadedModel, PagedForward, Params, make_model_pages
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy
@@ -66,10 +66,10 @@ class Stepper:
     def __init__(
         self,
         config: EngineConfig,
-        forward: Any,
+        forward: Forward,
         make_pages: Callable[[], Pages],
         *,
-        params: Any = None,
+        params: Params = None,
         eos_ids: tuple[int, ...] = (),
         step: Step = engine.step,
     ) -> None:
@@ -237,13 +237,13 @@ def slot_tokens(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
     jax.jit, static_argnames=("config", "forward", "step"), donate_argnames="state"
 )
 def _steps(
-    params: Any,
+    params: Params,
     state: EngineState,
     clock: Int[Array, " 2"],
-    rules: dict[str, Any],
+    rules: dict[str, object],
     *,
     config: EngineConfig,
-    forward: Callable[..., ForwardResult],
+    forward: Forward,
     step: Step,
 ) -> tuple[EngineState, Any]:
     """Runs the steps of a call like `engine.run_steps`, with any step function."""

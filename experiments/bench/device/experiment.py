@@ -170,7 +170,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 
 def answer_pieces(
-    words: tuple[Any, ...], names: Sequence[str], limits_s: tuple[float, float]
+    words: tuple[str, str, Path], names: Sequence[str], limits_s: tuple[float, float]
 ) -> Iterator[dict[str, Any]]:
     """Measures pieces in a `worker` process.
 

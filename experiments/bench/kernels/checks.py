@@ -6,12 +6,14 @@ in this file.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
 
 from experiments.harness import MAX_ERROR, implementations_of
 from pallas_kernels import bench, row_packing
@@ -173,10 +175,12 @@ def _flash(size: str, *, window: int | None = None, gradient: bool = False) -> C
         for num in (heads, kv_heads, kv_heads, heads)
     ]
 
-    def call(attend: Callable[..., Any], **options: Any) -> Any:
+    def call(
+        attend: Callable[..., Sequence[Array]], **options: object
+    ) -> Callable[..., Sequence[Array]]:
         attend = functools.partial(attend, window=window, **options)
 
-        def pull(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
+        def pull(q: Array, k: Array, v: Array, cotangent: Array) -> Sequence[Array]:
             out = attend(q, k, v)
             if not gradient:
                 return out
@@ -194,7 +198,7 @@ def _flash(size: str, *, window: int | None = None, gradient: bool = False) -> C
     return ("reference", "cudnn"), error, max_error
 
 
-def _worst(arrays: Iterable[Any], wanted: Iterable[Any]) -> float:
+def _worst(arrays: Iterable[ArrayLike], wanted: Iterable[ArrayLike]) -> float:
     """Returns the largest relative error of several arrays; NaN if an array has one."""
     errors = []
     for x, y in zip(arrays, map(np.asarray, wanted), strict=True):

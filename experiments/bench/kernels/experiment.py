@@ -151,7 +151,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return [head, *rows]
 
 
-def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
+def metrics(result: list[dict[str, Any]]) -> dict[str, object]:
     """Returns the device, its ceilings, timed rows, and rows without a time."""
     head, *rows = result
     timed = [row for row in rows if row["seconds"] is not None]

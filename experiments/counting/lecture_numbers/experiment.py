@@ -100,7 +100,7 @@ def latency_rows(result: Result) -> list[dict[str, Any]]:
     )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns bounds and implied efficiencies."""
     return {
         "device": result.device,

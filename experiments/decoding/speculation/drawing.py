@@ -20,12 +20,17 @@ from jaxkv.plotting import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from experiments.decoding.speculation.on_text import DecodingRuns, SyntheticDrafts
+    from experiments.decoding.speculation.synthetic import TimedDrafts
+
 DRAFT_COLORS = (BLUE, GREEN, ORANGE, RED)
 """Colours by draft length, ascending; markers follow."""
 MARKERS = "o^ds"
 
 
-def draw_speculation(axes: np.ndarray, runs: Any, coins: Any, num_drafts: int) -> None:
+def draw_speculation(
+    axes: np.ndarray, runs: "DecodingRuns", coins: "SyntheticDrafts", num_drafts: int
+) -> None:
     """Draws 4 panels: drafts and methods above, batches and synthetic drafts below."""
     greedy = runs.where(temperature=0.0)
     single = runs.where(batch=1)
@@ -44,7 +49,7 @@ def draw_speculation(axes: np.ndarray, runs: Any, coins: Any, num_drafts: int) -
     _synthetic(axes[1, 1], coins)
 
 
-def _lengths(ax: "Axes", runs: Any) -> None:
+def _lengths(ax: "Axes", runs: "DecodingRuns") -> None:
     """Draws tokens per step by draft length, with the formula as a dashed line."""
     best = ("", 0.0)
     for method in runs.distinct("way"):
@@ -68,7 +73,12 @@ def _lengths(ax: "Axes", runs: Any) -> None:
 
 
 def bars(
-    ax: "Axes", runs: Any, names: list[str], kinds: list[str], field: str, label: str
+    ax: "Axes",
+    runs: "DecodingRuns",
+    names: list[str],
+    kinds: list[str],
+    field: str,
+    label: str,
 ) -> None:
     """Draws a metric of every run: greedy above, temperature 1 below.
 
@@ -113,7 +123,7 @@ def bars(
     ax.legend()
 
 
-def _batches(ax: "Axes", runs: Any) -> None:
+def _batches(ax: "Axes", runs: "DecodingRuns") -> None:
     """Draws speed and cost of a step by batch size."""
     runs = runs.at(np.argsort(runs.batch))
     for values, color, mark, label in (
@@ -134,7 +144,7 @@ def _batches(ax: "Axes", runs: Any) -> None:
     ax.legend()
 
 
-def _synthetic(ax: "Axes", coins: Any) -> None:
+def _synthetic(ax: "Axes", coins: "SyntheticDrafts") -> None:
     """Draws tokens per step of synthetic drafts, with lines of the formula."""
     chances = np.linspace(0, 1, 101)
     off = [0.0]
@@ -157,7 +167,7 @@ def _synthetic(ax: "Axes", coins: Any) -> None:
     set_labels(ax, title, x, y, ylim=(0, None))
 
 
-def draw_priced(axes: np.ndarray, priced: Any) -> None:
+def draw_priced(axes: np.ndarray, priced: "TimedDrafts") -> None:
     """Draws tokens per step and speed by acceptance rate, with theory dashed."""
     for ax, field, reference, words, y in (
         (

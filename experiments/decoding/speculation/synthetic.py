@@ -174,10 +174,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             return counts.steps, counts.emitted, step_s
         return *serving.steps_with_drafts(server, num), step_s
 
-    rows: list[tuple[Any, ...]] = []
-    words: dict[str, Any] = {"bar_label": "decoding", "case_name": "drafts"}
+    rows: list[tuple[object, ...]] = []
     for num, servers, runs_by_server in measure_in_turns(
-        config.drafts, config.rounds, begin, measure, progress=progress, **words
+        config.drafts,
+        config.rounds,
+        begin,
+        measure,
+        progress=progress,
+        bar_label="decoding",
+        case_name="drafts",
     ):
         plain_s = np.array([step_s for *_, step_s in runs_by_server[servers[0].name]])
         for chance, server in zip(config.chances, servers[1:], strict=True):

@@ -8,7 +8,6 @@ rounds with ShareGPT's mean lengths.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -151,7 +150,7 @@ def claims(result: list[Row]) -> Iterator[MeasuredValue]:
         yield measured("twice", times, name=name, bound=runs.LATENCY_BOUND, span=span)
 
 
-def metrics(result: list[Row]) -> dict[str, Any]:
+def metrics(result: list[Row]) -> dict[str, object]:
     """Returns the load that each system sustains, and every row."""
     return {"capacities": runs.sustained_rows(result), "rows": result}
 

@@ -166,7 +166,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns every load, the goodputs and the queues."""
     return report.metrics(result) | {"queues": result.queues.rows()}
 

@@ -212,7 +212,7 @@ def _one_query(context: int, config: Config) -> list[float]:
     return median_seconds([plain, tiled, paged_call], config.repeats)
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns ratios at every length, and the units of parallel work."""
     plain = result.plain
     flash = result.flash

@@ -155,7 +155,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(timed, counted, other, jax.devices()[0].device_kind)
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns both ways at every length."""
     counted = {x.name: x.rows() for x in (result.counted, result.other)}
     return {"device": result.device, "measured": result.timed.rows(), **counted}

@@ -10,7 +10,7 @@ import itertools
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -190,7 +190,7 @@ def _row(served: SimulationResult, index: int, recording: Recording) -> Row:
     }
 
 
-def metrics(result: list[Row]) -> dict[str, Any]:
+def metrics(result: list[Row]) -> dict[str, object]:
     """Returns the replays under the keys of `figures.metrics`."""
     return {"capacities": [], "rows": result}
 

@@ -97,7 +97,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     return rows
 
 
-def metrics(result: list[Row]) -> dict[str, Any]:
+def metrics(result: list[Row]) -> dict[str, object]:
     """Returns the load that each system sustains, and every row."""
     sustained = [
         {"panel": panel} | row

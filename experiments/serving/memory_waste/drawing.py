@@ -21,6 +21,8 @@ from jaxkv.plotting import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from experiments.serving.memory_waste.experiment import Result
+
 CLAIMS = claims_file(__file__)
 FIGURE_BATCHES = published.FIGURE_BATCHES["12a"]
 """Batch sizes: figure 13a."""
@@ -43,7 +45,7 @@ USE_LOOKS = (
 """Colour and hatch of the uses."""
 
 
-def plot(axes: np.ndarray, result: Any) -> None:
+def plot(axes: np.ndarray, result: "Result") -> None:
     """Draws memory by part, uses of token places, growth of memory, and throughput."""
     weights = result.weight_bytes / 1e9
     places = result.kv_bytes / 1e9
@@ -79,7 +81,7 @@ def plot(axes: np.ndarray, result: Any) -> None:
     axes[1][1].legend()
 
 
-def _draw_uses(ax: "Axes", result: Any) -> None:
+def _draw_uses(ax: "Axes", result: "Result") -> None:
     """Draws simulated shares left and published shares right in each pair of bars."""
     names = result.system.tolist()
     printed = CLAIMS.published("uses")
@@ -108,7 +110,7 @@ def _draw_uses(ax: "Axes", result: Any) -> None:
 
 
 def _draw_lines(
-    ax: "Axes", result: Any, values: np.ndarray, *, says_end: bool
+    ax: "Axes", result: "Result", values: np.ndarray, *, says_end: bool
 ) -> dict[str, tuple[int, float]]:
     """Draws lines up to the last request that fits; returns their end points."""
     requests = result.growth.requests

@@ -177,7 +177,7 @@ def plot(ax: "Axes", result: Result) -> None:
     )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns tables and counts of every frame as text."""
     return {
         name: [

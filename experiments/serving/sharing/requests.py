@@ -195,7 +195,7 @@ class ServedPages(NamedTuple):
     tokens: dict[tuple[int, int], list[int]]
     duration_s: float
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, object]:
         """Returns totals under the names of table columns."""
         return self._asdict() | {
             "logical_pages": self.logical_pages.sum(),

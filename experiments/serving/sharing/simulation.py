@@ -14,7 +14,7 @@ prefills for each request.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -306,7 +306,7 @@ def _translations(
     )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns a row per setting."""
     # Every run of the experiment has the keys of both studies.
     served = ("samples", "beams", "readings", "prefixes", "pictures")

@@ -342,7 +342,7 @@ def _divide(
     return [(*row, step_s) for row, step_s in zip(rows, times, strict=True)]
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns rows of all layouts, capacities and loads, and the losses."""
     return report.metrics(result) | {"losses": result.losses.tolist()}
 

@@ -284,7 +284,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("balance", balanced, published=free)
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns laws, the compute ratio, the imbalance, and every run."""
     names = ("ratio", "ratio_low", "ratio_high")
     ratios = dict(zip(names, result.ratio.tolist(), strict=True))

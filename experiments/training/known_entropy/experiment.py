@@ -9,7 +9,6 @@ estimate by counting costs (V - 1) / 2D nats per token.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -261,7 +260,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns the floor, the fits and the best run."""
     runs = result.runs
     best = {"best_loss": None, "best_num_params": None}

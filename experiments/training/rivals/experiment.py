@@ -205,7 +205,7 @@ def _differences(result: Result) -> Differences:
     )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns ratios, differences, and gains at the end of the window."""
     ratios = read_ratios(result)
     return {

@@ -8,7 +8,7 @@ without the stage itself.
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -237,7 +237,7 @@ def plot(axes: np.ndarray, result: CalibrationResult) -> None:
 _MODEL_COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
 
 
-def metrics(result: CalibrationResult) -> dict[str, Any]:
+def metrics(result: CalibrationResult) -> dict[str, object]:
     """Returns errors by kind, and the rows of all tables."""
     predictions = result.predictions
     shown = ("stage", "model", "rate_per_s", "latency", "measured_s", "predicted_s")
