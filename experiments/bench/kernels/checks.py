@@ -7,7 +7,7 @@ in this file.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -53,11 +53,20 @@ def check_names(size: str) -> list[str]:
     return [*shapes_to_check(size), *features, *FORMULAS]
 
 
-def check_kernel(size: str, name: str) -> dict[str, Any]:
+class KernelCheck(TypedDict, total=False):
+    """Result of an implementation: `error` and `right`, or `note` after a failure."""
+
+    implementation: str
+    error: float
+    right: bool
+    note: str
+
+
+def check_kernel(size: str, name: str) -> dict[str, list[KernelCheck]]:
     """Returns the errors of all implementations, and whether each is within its limit.
 
     Returns:
-      By implementation `error` and `right`, or a `note` with the reason for a failure.
+      The checks under the key `implementations`.
     """
     feature, _, kind = name.partition("-")
     if name in FORMULAS:
@@ -81,7 +90,7 @@ def check_kernel(size: str, name: str) -> dict[str, Any]:
         )
     rows = []
     for name in implementations:
-        row: dict[str, Any] = {"implementation": name}
+        row: KernelCheck = {"implementation": name}
         try:
             deviation = error(name)
             row |= {"error": deviation, "right": bool(deviation <= max_error)}

@@ -141,7 +141,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 )
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # frees arrays of failed implementations
-    head: dict[str, Any] = {
+    head: dict[str, object] = {
         "device": target.kind,
         "ceilings": ceilings._asdict(),
         "peers": {peer.name: peer.version for peer in peers},
@@ -225,7 +225,7 @@ class _Measurement:
                 row["ratio"] = min(peers) / row["seconds"]
         return rows
 
-    def _time(self, spec: Spec | GroupedSpec, run: KernelRun) -> dict[str, Any]:
+    def _time(self, spec: Spec | GroupedSpec, run: KernelRun) -> dict[str, object]:
         """Checks and times a run; returns the fields of its row."""
         error = run.error()
         if not error <= MAX_ERROR[spec.dtype]:

@@ -12,18 +12,25 @@ import functools
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from jaxkv import scheduling, validation
 from jaxkv.engine import EngineConfig, init, run_steps
-from jaxkv.models import ModelConfig, PagedForward, make_model_pages, param_shapes
+from jaxkv.models import (
+    ModelConfig,
+    PagedForward,
+    Params,
+    make_model_pages,
+    param_shapes,
+)
 from jaxkv.plotting import set_labels, system_style
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -261,7 +268,9 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
     return Launches(counts, waits, CompileTimes.of(compiled), cached, *memory_sizes)
 
 
-def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
+def _program(
+    config: Config, depth: int
+) -> tuple[Callable[..., object], tuple[PyTree[jax.ShapeDtypeStruct], ...], int]:
     """Returns `run_steps`, the shapes of its arguments, and the bytes of K and V."""
     model = config.model(depth)
     engine = config.engine()
@@ -325,7 +334,7 @@ def scope_of(thunk: Thunk) -> str:
     return "/".join(names)
 
 
-def weight_copies(text: str, params: Any) -> int:
+def weight_copies(text: str, params: Params) -> int:
     """Counts copies of arrays of a weight's shape in an optimized program."""
     weights = {
         f"bf16[{','.join(map(str, x.shape[lead:]))}]"

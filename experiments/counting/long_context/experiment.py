@@ -8,7 +8,6 @@ because the traffic of weights does not depend on the sequence length.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -157,7 +156,6 @@ def plot(axes: np.ndarray, result: Result) -> None:
         if selected.attention_bytes.any():
             size = selected.attention_bytes / 1e9
             draw_curve(sent, selected.sequence, size, system, name)
-    log: Any = {"xscale": "log", "yscale": "log"}
     longest = ways.where(sequence=max(ways.distinct("sequence"), default=0))
     single_bytes = longest.where(layout=ONE_DEVICE).kept_bytes
     divided = longest.at(longest.layout != ONE_DEVICE)
@@ -176,7 +174,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
     x = "length of a sequence [1,024 tokens]"
     labels = ("activation memory of a device [GB]", "sent by a device [GB]")
     for ax, title, y in zip(axes, titles, labels, strict=True):
-        set_labels(ax, title, x, y, **log)
+        set_labels(ax, title, x, y, xscale="log", yscale="log")
         ax.set_xticks(shown := list(ways.distinct("sequence")))
         ax.set_xticks([], minor=True)
         ax.set_xticklabels([f"{num / 1024:g}" for num in shown])

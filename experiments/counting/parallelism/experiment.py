@@ -232,8 +232,7 @@ def plot(ax: "Axes", result: Result) -> None:
         scheme_parts = parts.where(scheme=scheme)
         rows = [place[name] for name in scheme_parts.layout]
         size = (scheme_parts.forward_bytes + scheme_parts.backward_bytes) / 1e9
-        look: Any = {"left": left[rows], "label": scheme} | system_style(scheme).bar
-        ax.barh(rows, size, 0.62, **look)
+        ax.barh(rows, size, 0.62, left[rows], label=scheme, **system_style(scheme).bar)
         left[rows] += size
     sent_gb = ways.found_bytes / 1e9
     look = {"marker": "|", "markersize": 20, "linestyle": "", "markeredgewidth": 2}

@@ -1,6 +1,6 @@
 """Draws the speed-up of speculation and its cost."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -57,8 +57,15 @@ def _lengths(ax: "Axes", runs: "DecodingRuns") -> None:
         selected = selected.at(np.argsort(selected.num_drafts))
         if len(selected) < 2:
             continue
-        look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-        draw_curve(ax, selected.num_drafts, selected.expected, method, **look)
+        draw_curve(
+            ax,
+            selected.num_drafts,
+            selected.expected,
+            method,
+            linestyle="--",
+            linewidth=1,
+            marker="",
+        )
         draw_curve(ax, selected.num_drafts, selected.tokens_per_step, method, method)
         max_tokens = float(selected.tokens_per_step.max())
         best = (method, max_tokens) if max_tokens > best[1] else best
@@ -185,10 +192,12 @@ def draw_priced(axes: np.ndarray, priced: "TimedDrafts") -> None:
             color = DRAFT_COLORS[nth % 4]
             line = getattr(selected, reference)
             points = getattr(selected, field)
-            look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-            draw_curve(ax, selected.acceptance, line, color, **look)
-            look = {"linestyle": "", "marker": MARKERS[nth % 4], "markersize": 6}
-            draw_curve(ax, selected.acceptance, points, color, f"{num}", **look)
+            look = {"linestyle": "--", "marker": ""}
+            draw_curve(ax, selected.acceptance, line, color, linewidth=1, **look)
+            look = {"linestyle": "", "marker": MARKERS[nth % 4]}
+            draw_curve(
+                ax, selected.acceptance, points, color, f"{num}", markersize=6, **look
+            )
             off += np.abs(points / line - 1).tolist()
         draw_reference_line(ax, 1)
         title = f"Theory predicts the {words} to {100 * np.nanmax(off):.0f} %"

@@ -10,7 +10,6 @@ sequence.
 import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -213,9 +212,14 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     priced = result.priced
     if len(priced):
         steps = int(priced.steps.min())
-        words: dict[str, Any] = {"differs": steps < FEW_STEPS, "steps": steps}
-        words |= {"num": len(priced), "shape": result.shape}
-        yield measured("chance", np.abs(priced.errors_off).max(), **words)
+        yield measured(
+            "chance",
+            np.abs(priced.errors_off).max(),
+            differs=steps < FEW_STEPS,
+            steps=steps,
+            num=len(priced),
+            shape=result.shape,
+        )
 
 
 def plot(axes: np.ndarray, result: Result) -> None:

@@ -74,7 +74,7 @@ def attention_implementations() -> list[Implementation]:
 def _implementations(
     names: typing.TypeAliasType,
     prepare: Callable[[Any, Any], KernelRun],
-    peers: dict[str, Callable[[Any], KernelRun]],
+    peers: dict[str, Callable[..., KernelRun]],
 ) -> list[Implementation]:
     """Returns the implementations of a literal type, then the peers."""
     own_implementations = {

@@ -208,8 +208,15 @@ def _key(ax: "Axes", kinds: tuple[int, ...]) -> None:
 def _cell(ax: "Axes", x: int, y: int, kind: int, text: str) -> None:
     """Draws a cell with upper left corner (x, y)."""
     draw_rectangle(ax, Box(x, y, 1, 1), **_fill(kind))
-    look: dict[str, Any] = {"color": "white" if kind == LAST_TOKEN else TEXT_COLOR}
-    ax.text(x + 0.5, y + 0.5, text, va="center", ha="center", linespacing=1.0, **look)
+    ax.text(
+        x + 0.5,
+        y + 0.5,
+        text,
+        va="center",
+        ha="center",
+        linespacing=1.0,
+        color="white" if kind == LAST_TOKEN else TEXT_COLOR,
+    )
 
 
 def _frame(ax: "Axes", columns: int, names: list[str], title: str, label: str) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import median_seconds
@@ -148,10 +150,10 @@ def _draw(queries: int, keys: int, config: Config) -> list[np.ndarray]:
     ]
 
 
-def _gradient(attend: Callable, *arrays: Any) -> Any:
+def _gradient(attend: Callable[..., Array], *arrays: ArrayLike) -> tuple[Array, ...]:
     """Returns gradients of a sum that weights every output differently."""
 
-    def loss(*arrays: Any) -> Any:
+    def loss(*arrays: ArrayLike) -> Array:
         out = attend(*arrays)
         place = jnp.arange(out.size, dtype=jnp.int32).astype(out.dtype)
         return jnp.sum(jnp.sin(place) * out.reshape(-1))
@@ -199,7 +201,9 @@ def _one_query(context: int, config: Config) -> list[float]:
     pages = [paged(x)[order] for x in (k, v)]
 
     @jax.jit
-    def by_pages(q: Any, k_pages: Any, v_pages: Any, ids: Any, last: Any) -> Any:
+    def by_pages(
+        q: Array, k_pages: Array, v_pages: Array, ids: Array, last: Array
+    ) -> Array:
         return paged_attention(q, PagedKV(k_pages, v_pages), RowView(ids, last)).out
 
     last = np.array([context - 1], np.int32)

@@ -10,7 +10,6 @@ metric that its policy improves and the metrics that it worsens.
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -138,7 +137,8 @@ def draw_workload(config: Config) -> Workload:
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Replays the recording under each policy."""
     load = draw_workload(config)
-    drawn_attributes: Any = load.attributes
+    drawn_attributes = load.attributes
+    assert drawn_attributes is not None
     cost_name = f"roofline:{config.model}:{config.device}:{config.num_devices}"
     cost = find_cost_model(cost_name).cost
     capacity = azure.gpu_capacity(config.model, config.device, config.num_devices)

@@ -1,7 +1,7 @@
 """Draws frames of paged memory: logical pages, page table and physical pages."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -128,7 +128,7 @@ def _draw_slot(
     length = int(frames.length[i, slot])
     texts = frames.words_of(frames.tokens[i, slot])
     if length:
-        look: dict[str, Any] = {"fontweight": "bold", "va": "center"}
+        look = {"fontweight": "bold", "va": "center"}
         draw_text(ax, x, y + 0.075, name, 6.5, color=color, **look)
         if texts[length]:
             look = {"style": "italic", "color": BOX_GREY, "ha": "right"}

@@ -8,8 +8,8 @@ words in physical pages from the cached keys.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import SentenceLanguage
@@ -193,7 +193,9 @@ def metrics(result: Result) -> dict[str, object]:
     }
 
 
-def _join_slots(frames: Frames, frame: int, read: Any) -> str:
+def _join_slots(
+    frames: Frames, frame: int, read: Callable[[int, int], Iterable[object]]
+) -> str:
     slots = range(frames.length.shape[1])
     texts = (" ".join(map(str, read(frame, slot))) for slot in slots)
     return " | ".join(text or "-" for text in texts)

@@ -266,9 +266,12 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         if len(selected):
             percent = 100 * selected.recomputed_share[0]
             reference = 100 * published
-            words: dict[str, Any] = {"share": 100 * share}
             yield measured(
-                "watermark", percent, published=reference, differs=True, **words
+                "watermark",
+                percent,
+                published=reference,
+                differs=True,
+                share=100 * share,
             )
     again = result.pools.where(preemption="recompute")
     if len(again):

@@ -327,7 +327,9 @@ def plot(axes: np.ndarray, result: Result) -> None:
         ax.legend()
 
 
-def _draw_rules(ax: "Axes", servings: Any, id: str, name: str, scale: int) -> None:
+def _draw_rules(
+    ax: "Axes", servings: SimulatedServings, id: str, name: str, scale: int
+) -> None:
     """Draws a metric of every rule for victims by pages kept free."""
     reference = {int(x): y for x, y in CLAIMS.published(id).items()}
     look = {"linestyle": ":", "linewidth": 1}

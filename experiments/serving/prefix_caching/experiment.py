@@ -327,7 +327,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
         ax.remove()
 
 
-def _draw(ax: "Axes", load: dict[str, Any], rated: Any) -> None:
+def _draw(ax: "Axes", load: dict[str, Any], rated: CacheHitRates) -> None:
     """Draws the servings of a workload."""
     distinct = load["distinct_pages"]
     ends = {}

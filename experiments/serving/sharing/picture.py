@@ -145,8 +145,7 @@ def _draw_page(
     shade = min(readers, len(_SHADES)) - 1
     full = box._replace(width=box.width * filled)
     draw_rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
-    look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.8}
-    draw_rectangle(ax, box, facecolor="none", **look)
+    draw_rectangle(ax, box, facecolor="none", edgecolor=_SHADES[3], linewidth=0.8)
     middle = box.y + box.height / 2
     color = TEXT_COLOR if shade < 3 else "white"
     # Line ends are visible; characters that the font may lack are dots.
@@ -156,8 +155,8 @@ def _draw_page(
     )
     lines = [shown[i * _LINE_CHARS :][:_LINE_CHARS] for i in range(2)]
     look = {"color": color, "family": "DejaVu Sans Mono", "va": "bottom"}
-    look["linespacing"] = 1.0
-    draw_text(ax, box.x + 0.03, middle + 0.1, "\n".join(lines), 9, **look)
+    text = "\n".join(lines)
+    draw_text(ax, box.x + 0.03, middle + 0.1, text, 9, linespacing=1.0, **look)
     note = f"page {page}" if readers == 1 else f"page {page}\n{readers} readers"
     look = {"color": color, "ha": "right", "va": "top"}
     draw_text(ax, box.x + box.width - 0.03, middle + 0.16, note, 9, **look)

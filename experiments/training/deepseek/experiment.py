@@ -10,7 +10,7 @@ All models have the same learning rate, text and number of tokens.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -234,7 +234,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def _row(trained: TrainedModel) -> dict[str, Any]:
+def _row(trained: TrainedModel) -> dict[str, object]:
     """Returns a row of `TrainedModels`."""
     model = trained.model
     score = trained.score

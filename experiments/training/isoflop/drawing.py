@@ -1,7 +1,7 @@
 """The figure of `isoflop`: the lecture's three panels, and the prediction."""
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from scaling.cli import draw_isoflop_groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.typing import ColorType
 
 _GREY = "0.6"
 METHOD_STYLES = {
@@ -125,7 +126,7 @@ def _star(ax: "Axes", x: float, y: float) -> None:
 
 
 def _line(
-    ax: "Axes", powers: ComputePowers, x: np.ndarray, color: Any, label: str
+    ax: "Axes", powers: ComputePowers, x: np.ndarray, color: "ColorType", label: str
 ) -> None:
     if np.isfinite(powers.exponent):
         y = powers.coefficient * x**powers.exponent
