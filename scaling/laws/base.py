@@ -10,12 +10,13 @@ effect of that on the coordinates.
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
+from numpy.typing import ArrayLike
 
 type Amount = int | float | np.number | Num[np.ndarray, "..."] | Num[Array, "..."]
 """Parameters, tokens or FLOPs: a number, or an array of them."""
@@ -23,8 +24,18 @@ AMOUNTS = "[1e-100, 1e100]"
 AMOUNTS_FROM_0 = "[0, 1e100]"
 """Intervals of amounts whose products, ratios and powers are finite."""
 
-LogLoss = Callable[[Any, Any], Any]
-Linearise = Callable[[Any, Any], tuple[Any, list[Any]]]
+type Coordinates = Float[Array, " k"]
+"""Coordinates of a law, in order."""
+type LogInputs = Float[Array, "inputs n"]
+"""Logarithms of the inputs of all points."""
+type LogTarget = Float[Array, " n"]
+"""Logarithms of the target at all points."""
+type Centre = Float[Array, " inputs"]
+"""Logarithms of the units of the inputs."""
+type LogLoss = Callable[[Coordinates, LogInputs], LogTarget]
+type Linearise = Callable[[Coordinates, LogInputs], tuple[LogTarget, list[LogTarget]]]
+type Coefficients = Mapping[str, Amount]
+"""Coefficients by name, in natural units: numbers, or arrays of them."""
 
 
 class Coordinate(NamedTuple):
@@ -70,15 +81,15 @@ def positive_coordinate(
     return Coordinate(name, low, high, starts, log=True)
 
 
-class TwoPowers(NamedTuple):
+class TwoPowers[T: Amount](NamedTuple):
     """A loss of the form `floor + (A / N^alpha + B / D^beta)^outer`."""
 
-    A: Any
-    B: Any
-    alpha: Any
-    beta: Any
-    floor: Any = 0.0
-    outer: Any = 1.0
+    A: T
+    B: T
+    alpha: T
+    beta: T
+    floor: T | float = 0.0
+    outer: T | float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,10 +122,10 @@ class Law:
     coordinates: tuple[Coordinate, ...]
     source: str
     log_loss: LogLoss
-    shift: Callable[[Any, Any], Any]
+    shift: Callable[[Coordinates, Centre], Coordinates]
     target: str = "loss"
     linearise: Linearise | None = None
-    two_powers: Callable[[Mapping[str, Any]], TwoPowers] | None = None
+    two_powers: Callable[[Coefficients], TwoPowers] | None = None
     floor: str | None = None
     units: tuple[tuple[int, ...], ...] | None = None
 
@@ -124,7 +135,9 @@ class Law:
         return tuple(coordinate.name for coordinate in self.coordinates)
 
     def predict(
-        self, coefficients: Float[Array | np.ndarray, " k"], data: Mapping[str, Any]
+        self,
+        coefficients: Float[Array | np.ndarray, " k"],
+        data: Mapping[str, ArrayLike],
     ) -> Float[Array, " n"]:
         """Computes the target from coefficients and columns in natural units.
 
@@ -143,7 +156,9 @@ class Law:
         logs = [jnp.log(jnp.asarray(data[name], x.dtype)) for name in self.inputs]
         return jnp.exp(self.log_loss(self.encode(x), jnp.stack(logs)))
 
-    def check_columns(self, data: Mapping[str, Any], names: Iterable[str]) -> None:
+    def check_columns(
+        self, data: Mapping[str, ArrayLike], names: Iterable[str]
+    ) -> None:
         """Checks that data has the columns that the law needs.
 
         Raises:
