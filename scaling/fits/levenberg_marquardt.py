@@ -142,7 +142,7 @@ def solve_weightings(
     box: tuple[np.ndarray, np.ndarray] | None = None,
     tolerance: float = 1e-10,
     report: Report = lambda done: None,
-) -> Solution[np.ndarray]:
+) -> Solution:
     """Fits many weightings of the same runs, each from its own start.
 
     Args:
@@ -185,7 +185,7 @@ def _solve_piece(
     box: Sequence[np.ndarray],
     size: int,
     tolerance: float,
-) -> Solution[np.ndarray]:
+) -> Solution:
     """Solves at most `size` problems, padded to `size`."""
     runs = problem.runs
     count = len(starts)

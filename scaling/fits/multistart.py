@@ -13,11 +13,10 @@ whose problem is done takes the next, so that no lane waits for the slowest prob
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from jaxkv import validation
@@ -46,7 +45,7 @@ class SolverSettings(NamedTuple):
     max_steps: int | Int32[Array, ""] = 300
 
 
-class Solution[A: Array | np.ndarray](NamedTuple):
+class Solution(NamedTuple):
     """Solutions of the problems, on the device or the host.
 
     Attributes:
@@ -57,11 +56,11 @@ class Solution[A: Array | np.ndarray](NamedTuple):
       num_steps: number of evaluations.
     """
 
-    coordinates: Float[A, "problems k"]
-    objective: Float[A, " problems"]
-    promise: Float[A, " problems"]
-    damping: Float[A, " problems"]
-    num_steps: Int32[A, " problems"]
+    coordinates: Float[Any, "problems k"]
+    objective: Float[Any, " problems"]
+    promise: Float[Any, " problems"]
+    damping: Float[Any, " problems"]
+    num_steps: Int32[Any, " problems"]
 
 
 class _Lane(NamedTuple):
@@ -112,7 +111,7 @@ def minimize(
     *,
     space: Space = "log",
     num_lanes: int = 64,
-) -> Solution[Array]:
+) -> Solution:
     """Minimizes `sum(weights * huber(residuals))` for every problem.
 
     Args:
@@ -159,8 +158,8 @@ def minimize(
         )
 
     def advance(
-        state: tuple[_Lane, Int32[Array, ""], Solution[Array]],
-    ) -> tuple[_Lane, Int32[Array, ""], Solution[Array]]:
+        state: tuple[_Lane, Int32[Array, ""], Solution],
+    ) -> tuple[_Lane, Int32[Array, ""], Solution]:
         lane, after, solution = state
         step = jax.vmap(_step, (0, axis, axis))
         move, promise = step(lane, *walls(lane.problem))
@@ -302,6 +301,6 @@ def _where[T: PyTree[Array]](mask: Bool[Array, " lanes"], new: T, old: T) -> T:
 @functools.cache
 def compiled_minimize(
     law: Law, space: Space, num_lanes: int = 64
-) -> Callable[..., Solution[Array]]:
+) -> Callable[..., Solution]:
     """Returns `minimize` for a law, compiled once for every shape of its arguments."""
     return jax.jit(functools.partial(minimize, law, space=space, num_lanes=num_lanes))

@@ -81,15 +81,15 @@ def positive_coordinate(
     return Coordinate(name, low, high, starts, log=True)
 
 
-class TwoPowers[T: Amount](NamedTuple):
+class TwoPowers(NamedTuple):
     """A loss of the form `floor + (A / N^alpha + B / D^beta)^outer`."""
 
-    A: T
-    B: T
-    alpha: T
-    beta: T
-    floor: T | float = 0.0
-    outer: T | float = 1.0
+    A: Amount
+    B: Amount
+    alpha: Amount
+    beta: Amount
+    floor: Amount = 0.0
+    outer: Amount = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

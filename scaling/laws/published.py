@@ -6,7 +6,7 @@ token. The convention for counting parameters is that of the data, not of the la
 
 import difflib
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxkv import validation
 from scaling.laws.base import AMOUNTS, Amount, Coefficients, Law, TwoPowers
@@ -35,14 +35,14 @@ CONSTANTS: dict[str, dict[str, float]] = {
 """Published coefficients of the Chinchilla law."""
 
 
-class Exponents[T: Amount](NamedTuple):
+class Exponents(NamedTuple):
     """Exponents of the compute optimum: `N* ~ C^a`, `D* ~ C^b`; a + b = 1."""
 
-    a: T
-    b: T
+    a: Amount
+    b: Amount
 
 
-class Optimum[T: Amount](NamedTuple):
+class Optimum(NamedTuple):
     """The compute-optimal division of a budget.
 
     Attributes:
@@ -51,9 +51,9 @@ class Optimum[T: Amount](NamedTuple):
       loss: predicted loss.
     """
 
-    num_params: T
-    num_tokens: T
-    loss: T
+    num_params: Any
+    num_tokens: Any
+    loss: Any
 
 
 def find_law(name: str) -> Law:

@@ -196,7 +196,7 @@ def cheapest_model(
     """
     if not target > powers.floor:
         raise ValueError(f"{target=:g} must be above the floor, {powers.floor:.6g}")
-    inner = math.log(target - powers.floor) / powers.outer
+    inner = math.log(target - powers.floor) / float(powers.outer)
 
     def excess(log_params: float, log_tokens: float) -> float:
         sizes = math.log(powers.A) - powers.alpha * log_params
@@ -272,7 +272,7 @@ def _params_for(powers: TwoPowers, log_tokens: float, inference_tokens: float) -
         log_ratio = math.log(inference_tokens / 3) - log_tokens
         served = float(np.logaddexp(0.0, log_ratio))
     sizes = math.log(powers.alpha * powers.A) - math.log(powers.beta * powers.B)
-    return (sizes + powers.beta * log_tokens - served) / powers.alpha
+    return float((sizes + powers.beta * log_tokens - served) / powers.alpha)
 
 
 def _where_zero(

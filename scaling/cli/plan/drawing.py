@@ -67,7 +67,7 @@ def _draw_budgets(
         draw_curve(ax, sizes, losses, color, f"{flops:.3g} FLOP", **look)
         highest = max(highest, float(losses.min()))
     _mark(ax, num_params, loss)
-    floor = case.loss_model.powers.floor
+    floor = float(case.loss_model.powers.floor)
     low = max(floor, loss - 0.8 * (highest - loss))
     ax.set_ylim(low, highest + 1.2 * (highest - loss))
     if floor > low - 0.1 * (loss - low):
