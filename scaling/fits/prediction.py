@@ -2,10 +2,11 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 
 from jaxkv import validation
 from scaling import laws
@@ -39,7 +40,7 @@ class Prediction(NamedTuple):
 @validation.checks_numbers(level="(0, 1)")
 def predict(
     result: FitResult,
-    data: Mapping[str, Any],
+    data: Mapping[str, ArrayLike],
     interval: Kind | None = None,
     level: float = 0.9,
 ) -> Prediction:
@@ -81,7 +82,6 @@ def predict(
     # result is deterministic.
     rng = np.random.default_rng(0)
     ends = []
-    size: Any = {"num_points": result.num_points, "k": result.num_free}
     step = max(1, _MAX_NUMBERS // len(result.samples))
     for first in range(0, len(value), step):
         chunk = slice(first, first + step)
@@ -93,7 +93,12 @@ def predict(
                 samples = samples + spread * rng.standard_normal(samples.shape)
         ends.append(
             intervals.percentile_intervals(
-                value[chunk], samples, level, loss=result.loss, **size
+                value[chunk],
+                samples,
+                level,
+                loss=result.loss,
+                num_points=result.num_points,
+                k=result.num_free,
             )
         )
     low, high = map(np.concatenate, zip(*ends, strict=True))
@@ -151,7 +156,7 @@ def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
     return score(result, data)
 
 
-def run_flops(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:
+def run_flops(law: Law, data: Mapping[str, ArrayLike]) -> Float[np.ndarray, " n"]:
     """Returns the FLOPs of runs: the column `flops`, 6 N D, or the first input."""
     if "flops" in data:
         return np.asarray(data["flops"], float)
@@ -169,7 +174,7 @@ def _forecast_variance(result: FitResult, law: Law, logs: np.ndarray) -> np.ndar
     return np.where(distance > _ROUNDING, constant + slope * distance, 0.0)
 
 
-def _logs(law: Law, data: Mapping[str, Any]) -> np.ndarray:
+def _logs(law: Law, data: Mapping[str, ArrayLike]) -> np.ndarray:
     columns = []
     law.check_columns(data, law.inputs)
     for name in law.inputs:

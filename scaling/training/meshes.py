@@ -26,7 +26,7 @@ from jaxkv.parallel import (
 )
 from scaling.costs import Layout, check_layout
 from scaling.shapes import describe_config
-from scaling.training.architectures import Architecture
+from scaling.training.recurrent import Architecture
 
 type Leaf = Array | np.ndarray | jax.ShapeDtypeStruct
 """Leaf of a training state."""

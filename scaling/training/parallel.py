@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv.models import Params
 from jaxkv.parallel import RING, ULYSSES, zigzag_order
 from scaling.training import meshes, objectives, pipeline
-from scaling.training.architectures import Architecture
 from scaling.training.recipes import StepConfig
+from scaling.training.recurrent import Architecture
 
 type Gradient = Callable[
     [Params, Int[Array, "batch window"]], tuple[Float[Array, ""], Params]

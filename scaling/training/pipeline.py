@@ -27,9 +27,9 @@ from jaxtyping import Array, Float, Int
 from jaxkv import models, validation
 from jaxkv.models import TENSOR, ModelConfig, Params, Transformer, index_leaves
 from scaling.training import meshes, objectives
-from scaling.training.architectures import Architecture
 from scaling.training.meshes import PIPELINE
 from scaling.training.recipes import StepConfig
+from scaling.training.recurrent import Architecture
 from scaling.training.transformer_rows import RowOrientation
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxkv import models, validation
-from jaxkv.models import Params
+from jaxkv.models import ModelConfig, Params
 from scaling.costs import ParameterCounts, Place, Weight, count_weights
 
 NUM_GATES = {"lstm": 4, "gru": 3}
@@ -53,6 +53,11 @@ class RecurrentConfig:
         validation.at_least(
             self, "vocab_size", "hidden_size", "num_layers", "max_positions"
         )
+
+
+type Architecture = ModelConfig | RecurrentConfig
+"""Model config, a hashable static argument; each has `vocab_size`, `hidden_size`,
+`num_layers` and `max_positions`."""
 
 
 def init_recurrent_params(config: RecurrentConfig, key: Array) -> Params:

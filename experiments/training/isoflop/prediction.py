@@ -67,7 +67,7 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
 def predict_held_out(
     config: Any,
     log: Log,
-    rows: list[dict[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
     document: str,
     errors: dict[str, float],
 ) -> dict[str, Any]:

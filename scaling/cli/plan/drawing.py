@@ -1,6 +1,8 @@
 """Figure of a plan: loss by budget, contours over N and D, tokens per parameter."""
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from jaxkv.plotting import (
     set_labels,
 )
 from scaling.cli.plan.options import PlanOptions
-from scaling.laws import CHINCHILLA, CONSTANTS, TwoPowers
+from scaling.laws import CHINCHILLA, CONSTANTS, Optimum, TwoPowers
 from scaling.plan import PlanCase, allocate_budget, law_two_powers, tokens_left
 
 if TYPE_CHECKING:
@@ -111,9 +113,11 @@ def _draw_plane(ax: "Axes", case: PlanCase, document: dict[str, Any]) -> None:
         label="cheapest to train",
     )
     if document["num_params_interval"] is not None:
-        bar: dict[str, Any] = {"color": colors[6], "linewidth": 3, "alpha": 0.6}
-        ax.plot(document["num_params_interval"], [num_tokens] * 2, **bar)
-        ax.plot([num_params] * 2, document["num_tokens_interval"], **bar)
+        for x, y in (
+            (document["num_params_interval"], [num_tokens] * 2),
+            ([num_params] * 2, document["num_tokens_interval"]),
+        ):
+            ax.plot(x, y, color=colors[6], linewidth=3, alpha=0.6)
     _mark(ax, num_params, num_tokens)
     if (unique := case.unique_tokens) is not None:
         ax.axhline(unique, color=colors[1], linewidth=1.2, label="all unique tokens")
@@ -132,10 +136,13 @@ def _draw_ratios(
     flops = case.flops * np.geomspace(1e-4, 1e2, 61)
 
     def line(
-        powers: TwoPowers, name: str, color: int, how: Any = None, **look: Any
+        powers: TwoPowers,
+        name: str,
+        color: int,
+        allocate: Callable[..., Optimum] = allocate_budget,
+        **look: Any,
     ) -> None:
-        how = {} if how is None else how
-        optima = [allocate_budget(powers, x, **how) for x in flops.tolist()]
+        optima = [allocate(powers, x) for x in flops.tolist()]
         ratios = [x.num_tokens / x.num_params for x in optima]
         draw_curve(ax, flops, ratios, color, name, markevery=15, **look)
 
@@ -147,10 +154,10 @@ def _draw_ratios(
             powers = law_two_powers(CHINCHILLA, constants)
             color, mark, dash = next(looks)
             line(powers, name, color, marker=mark, linestyle=dash, linewidth=1.2)
-    limit = {"repeating": case.repeating}
+    limit = functools.partial(allocate_budget, repeating=case.repeating)
     line(case.loss_model.powers, law, 5, limit, linewidth=2.2, marker="o")
     if case.served:
-        both = limit | {"inference_tokens": case.served}
+        both = functools.partial(limit, inference_tokens=case.served)
         line(case.loss_model.powers, "with serving", 6, both, marker="X")
     _mark(ax, case.flops, document["tokens_per_param"])
     ratio = document["tokens_per_param"]

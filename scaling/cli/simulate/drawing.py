@@ -165,5 +165,5 @@ def _draw_memory(ax: "Axes", summary: RunSummary) -> None:
     ax.legend()
 
 
-def _span(values: Any) -> tuple[float, float]:
+def _span(values: np.ndarray) -> tuple[float, float]:
     return float(values[0]), float(values[-1])
