@@ -267,7 +267,7 @@ def _array(values: object) -> np.ndarray:
     return np.asarray(values, np.float64)
 
 
-def _pair(values: Iterable[float | None]) -> tuple[float, float]:
+def _pair(values: Iterable[int | float | None]) -> tuple[float, float]:
     low, high = (math.nan if x is None else float(x) for x in values)
     return low, high
 

@@ -39,9 +39,7 @@ class LossModel(NamedTuple):
     shape: Mapping[str, int | bool] = MappingProxyType({})
 
 
-def make_loss_model(
-    name: str, law: Law, coefficients: Mapping[str, float]
-) -> LossModel:
+def make_loss_model(name: str, law: Law, coefficients: Mapping[str, Any]) -> LossModel:
     """Makes a loss model of a law and its coefficients.
 
     Raises:

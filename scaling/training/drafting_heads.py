@@ -70,7 +70,7 @@ class HeadResult(NamedTuple):
     """
 
     params: Params
-    curve: list[dict[str, float]]
+    curve: list[dict[str, int | float]]
     status: str
 
 

@@ -114,7 +114,7 @@ class RunFolder:
         step: int,
         num_processes: int,
         layout: Mapping[str, object],
-    ) -> list[dict[str, float]]:
+    ) -> list[dict[str, int | float]]:
         """Starts writing from a step on; removes later checkpoints and reports.
 
         Args:
@@ -157,7 +157,7 @@ class RunFolder:
         run = {"first_step": self.first_step, "divided": self._divided}
         return {RUN_FILE: json.dumps(run), CURVE: "".join(self._lines)}
 
-    def report(self, line: Mapping[str, float]) -> None:
+    def report(self, line: Mapping[str, int | float]) -> None:
         """Appends a line to the curve.
 
         Raises:
