@@ -1,11 +1,10 @@
 """Validation of runs, and their transform to the coordinates of fitting."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
-from numpy.typing import ArrayLike
 
 from jaxkv import validation
 from scaling.laws import Law
@@ -56,9 +55,9 @@ class Observations(NamedTuple):
 @validation.checks_numbers(num_given=0)
 def make_observations(
     law: Law,
-    data: Mapping[str, ArrayLike],
-    weights: ArrayLike | None = None,
-    cluster: ArrayLike | None = None,
+    data: Mapping[str, Any],
+    weights: Any = None,
+    cluster: Any = None,
     *,
     num_given: int = 0,
 ) -> Observations:
@@ -131,7 +130,7 @@ def make_observations(
     )
 
 
-def _column(law: Law, data: Mapping[str, ArrayLike], name: str) -> np.ndarray:
+def _column(law: Law, data: Mapping[str, Any], name: str) -> np.ndarray:
     law.check_columns(data, [name])
     try:
         column = np.asarray(data[name], np.float64)

@@ -2,11 +2,10 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from numpy.typing import ArrayLike
 
 from jaxkv import validation
 from scaling import laws
@@ -40,7 +39,7 @@ class Prediction(NamedTuple):
 @validation.checks_numbers(level="(0, 1)")
 def predict(
     result: FitResult,
-    data: Mapping[str, ArrayLike],
+    data: Mapping[str, Any],
     interval: Kind | None = None,
     level: float = 0.9,
 ) -> Prediction:
@@ -156,7 +155,7 @@ def score_held_out(result: FitResult, data: Mapping[str, Any]) -> FitResult:
     return score(result, data)
 
 
-def run_flops(law: Law, data: Mapping[str, ArrayLike]) -> Float[np.ndarray, " n"]:
+def run_flops(law: Law, data: Mapping[str, Any]) -> Float[np.ndarray, " n"]:
     """Returns the FLOPs of runs: the column `flops`, 6 N D, or the first input."""
     if "flops" in data:
         return np.asarray(data["flops"], float)
@@ -174,7 +173,7 @@ def _forecast_variance(result: FitResult, law: Law, logs: np.ndarray) -> np.ndar
     return np.where(distance > _ROUNDING, constant + slope * distance, 0.0)
 
 
-def _logs(law: Law, data: Mapping[str, ArrayLike]) -> np.ndarray:
+def _logs(law: Law, data: Mapping[str, Any]) -> np.ndarray:
     columns = []
     law.check_columns(data, law.inputs)
     for name in law.inputs:

@@ -5,10 +5,10 @@ the plane is a combination of the two coefficients that the data does not identi
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from numpy.typing import ArrayLike
 
 from scaling.fits import levenberg_marquardt, observations
 from scaling.fits.levenberg_marquardt import LAST_DELTA, FitProblem, Objective
@@ -39,7 +39,7 @@ def choose_pair(result: FitResult) -> tuple[str, str] | None:
 
 def profile_objective(
     result: FitResult,
-    data: Mapping[str, ArrayLike],
+    data: Mapping[str, Any],
     names: tuple[str, str],
     x: Float[np.ndarray, " columns"],
     y: Float[np.ndarray, " rows"],

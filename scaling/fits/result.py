@@ -3,7 +3,7 @@
 import json
 import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -267,7 +267,7 @@ def _array(values: object) -> np.ndarray:
     return np.asarray(values, np.float64)
 
 
-def _pair(values: Iterable[int | float | None]) -> tuple[float, float]:
+def _pair(values: Any) -> tuple[float, float]:
     low, high = (math.nan if x is None else float(x) for x in values)
     return low, high
 

@@ -10,13 +10,12 @@ effect of that on the coordinates.
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
-from numpy.typing import ArrayLike
 
 type Amount = int | float | np.number | Num[np.ndarray, "..."] | Num[Array, "..."]
 """Parameters, tokens or FLOPs: a number, or an array of them."""
@@ -137,7 +136,7 @@ class Law:
     def predict(
         self,
         coefficients: Float[Array | np.ndarray, " k"],
-        data: Mapping[str, ArrayLike],
+        data: Mapping[str, Any],
     ) -> Float[Array, " n"]:
         """Computes the target from coefficients and columns in natural units.
 
@@ -156,9 +155,7 @@ class Law:
         logs = [jnp.log(jnp.asarray(data[name], x.dtype)) for name in self.inputs]
         return jnp.exp(self.log_loss(self.encode(x), jnp.stack(logs)))
 
-    def check_columns(
-        self, data: Mapping[str, ArrayLike], names: Iterable[str]
-    ) -> None:
+    def check_columns(self, data: Mapping[str, Any], names: Iterable[str]) -> None:
         """Checks that data has the columns that the law needs.
 
         Raises:

@@ -3,8 +3,6 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from jaxkv import plotting
 from jaxkv.plotting import (
     BLUE,
@@ -23,6 +21,7 @@ from scaling.cli.cost.case import CostCase
 from scaling.costs import decode_work, forward_terms, prefill_work, training_memory
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
 
 _RECOMPUTE_POLICIES = ("none", "selective", "boundary")
@@ -32,7 +31,7 @@ _CONTEXT_LENGTHS = (128, 1024, 8192)
 def render_cost_figure(case: CostCase) -> dict[str, bytes]:
     """Draws the figure and returns its files by name."""
 
-    def draw(axes: np.ndarray) -> None:
+    def draw(axes: "np.ndarray") -> None:
         _flops(axes[0, 0], case)
         _memory(axes[0, 1], case)
         _decode(axes[1, 0], case)
