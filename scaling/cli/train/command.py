@@ -26,8 +26,7 @@ from jaxkv.validation import format_unknown_name
 from scaling import sweeps, training
 from scaling.corpora import CorpusConfig, check_lengths, open_corpus
 from scaling.costs import parse_layout
-from scaling.sweeps import SweepConfig, format_best_loss, run_logged_sweep
-from scaling.sweeps.folder import RecordRow
+from scaling.sweeps import RecordRow, SweepConfig, format_best_loss, run_logged_sweep
 from scaling.training import (
     TrainConfig,
     count_model_parameters,
