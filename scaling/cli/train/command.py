@@ -126,7 +126,7 @@ def find_config[T](name: str, config_type: type[T], shipped: Mapping[str, T]) ->
     return config_loads(config_type, files.read_text(path), name)
 
 
-def _printed(config: object) -> CommandOutput:
+def _printed(config: TrainConfig | SweepConfig) -> CommandOutput:
     text = config_dumps(config)
     return CommandOutput(json.loads(text), [], [text])
 
