@@ -38,7 +38,7 @@ class PeerProcess:
         self,
         name: str,
         python: Path,
-        *words: Any,
+        *words: object,
         limit_s: float = threading.TIMEOUT_MAX,
         **environ: str,
     ):
@@ -83,7 +83,7 @@ class PeerProcess:
         self._errors.close()
 
     def ask(
-        self, question: dict[str, Any], limit_s: float = threading.TIMEOUT_MAX
+        self, question: Mapping[str, object], limit_s: float = threading.TIMEOUT_MAX
     ) -> dict[str, Any]:
         """Sends a question, and waits for the answer.
 
@@ -135,7 +135,7 @@ def start_peers[P: PeerProcess](
     stack: contextlib.ExitStack,
     kind: type[P],
     python: Path | None,
-    peers: Mapping[str, Sequence[Any]],
+    peers: Mapping[str, Sequence[object]],
     *,
     needed: bool = False,
 ) -> tuple[list[P], dict[str, str]]:

@@ -1,14 +1,19 @@
 """Rows and bars that several benchmarks share."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jaxkv.plotting import SYSTEM_STYLES, system_style
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 def split_details(
-    rows: Sequence[dict[str, Any]], names: Collection[str], details: Collection[str]
-) -> dict[str, Any]:
+    rows: Sequence[Mapping[str, object]],
+    names: Collection[str],
+    details: Collection[str],
+) -> dict[str, object]:
     """Splits rows for JSON into compared numbers and details.
 
     Args:
@@ -23,7 +28,7 @@ def split_details(
 
 
 def draw_bars(
-    ax: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str]
+    ax: "Axes", names: Sequence[str], values: Sequence[float], labels: Sequence[str]
 ) -> None:
     """Draws a bar for each name from top to bottom, in the colour of its system.
 

@@ -116,7 +116,7 @@ class MeasuredValue(NamedTuple):
     differs: bool | None
     direction: Direction | None
     note: str | None
-    words: dict[str, Any]
+    words: dict[str, object]
 
 
 def measured(
@@ -128,7 +128,7 @@ def measured(
     differs: bool | None = None,
     direction: Direction | None = None,
     note: str | None = None,
-    **words: Any,
+    **words: object,
 ) -> MeasuredValue:
     """Returns the measured number of a claim.
 
@@ -227,14 +227,16 @@ class ClaimSpec:
         if (self.kind == "calibrated" or bool(self.fitted_rows)) != bool(self.fitted):
             raise ValueError("`fitted` must be set if and only if a row is calibrated")
 
-    def kind_of(self, words: Mapping[str, Any]) -> ClaimKind:
+    def kind_of(self, words: Mapping[str, object]) -> ClaimKind:
         """Returns the kind of a row: calibrated if the fit used its number."""
         rows = self.fitted_rows.items()
         is_fitted = bool(rows) and all(str(words[x]) == value for x, value in rows)
         return "calibrated" if is_fitted else self.kind
 
     def published_number(
-        self, words: Mapping[str, Any], run_number: float | tuple[float, float] | None
+        self,
+        words: Mapping[str, object],
+        run_number: float | tuple[float, float] | None,
     ) -> float | tuple[float, float] | None:
         """Returns the published number; None if the words select no number.
 
@@ -415,7 +417,7 @@ FROM_MEMORY = "set down from memory"
 """Suffix of the source of a number that was not read in it."""
 
 
-class _Words(dict[str, Any]):
+class _Words(dict[str, object]):
     """Words of a claim, with the texts of its file as defaults."""
 
     common: Mapping[str, str]

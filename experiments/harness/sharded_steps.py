@@ -75,7 +75,7 @@ def count_compiled(
     )
 
 
-def collective_bytes(program: Any) -> float:
+def collective_bytes(program: jax.stages.Compiled) -> float:
     """Returns the bytes that a device sends by the collectives of a program."""
     collectives = find_collectives(str(program.as_text()))
     return sum(collective.sent(rank=1) for collective in collectives)

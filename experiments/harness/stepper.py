@@ -8,24 +8,24 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from jaxkv import engine, scheduling
 from jaxkv.clock import from_seconds
 from jaxkv.engine import DrainedSequences, EngineConfig, EngineState, drain, init
 from jaxkv.memory import Eviction, Pages
-from jaxkv.models import ForwardResult, LoadedModel, PagedForward, make_model_pages
+from jaxkv.models import Forward, LoadedModel, PagedForward, Params, make_model_pages
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy
 from jaxkv.serving import LOCAL, make_requests
 
-type Step = Callable[..., tuple[EngineState, Any]]
+type Step = Callable[..., tuple[EngineState, PyTree[Array]]]
 """A step function as `engine.step`; its second result may be of any type."""
 
 
@@ -39,7 +39,7 @@ class StepperCall(NamedTuple):
       ended: sequences that finished in the call, as NumPy arrays.
     """
 
-    step_infos: Any
+    step_infos: PyTree[np.ndarray]
     state: EngineState
     ended: DrainedSequences
 
@@ -54,7 +54,7 @@ class ServingRecord(NamedTuple):
       duration_s: time from the first submission to the last answer.
     """
 
-    step_infos: Any
+    step_infos: PyTree[np.ndarray]
     tokens: dict[tuple[int, int], list[int]]
     num_cached: Int[np.ndarray, " requests"]
     duration_s: float
@@ -66,10 +66,10 @@ class Stepper:
     def __init__(
         self,
         config: EngineConfig,
-        forward: Any,
+        forward: Forward,
         make_pages: Callable[[], Pages],
         *,
-        params: Any = None,
+        params: Params = None,
         eos_ids: tuple[int, ...] = (),
         step: Step = engine.step,
     ) -> None:
@@ -237,18 +237,18 @@ def slot_tokens(state: EngineState) -> Int[np.ndarray, "slots max_length"]:
     jax.jit, static_argnames=("config", "forward", "step"), donate_argnames="state"
 )
 def _steps(
-    params: Any,
+    params: Params,
     state: EngineState,
     clock: Int[Array, " 2"],
-    rules: dict[str, Any],
+    rules: dict[str, object],
     *,
     config: EngineConfig,
-    forward: Callable[..., ForwardResult],
+    forward: Forward,
     step: Step,
-) -> tuple[EngineState, Any]:
+) -> tuple[EngineState, PyTree[Array]]:
     """Runs the steps of a call like `engine.run_steps`, with any step function."""
 
-    def body(state: EngineState, _: None) -> tuple[EngineState, Any]:
+    def body(state: EngineState, _: None) -> tuple[EngineState, PyTree[Array]]:
         return step(params, state, config=config, forward=forward, **rules)
 
     state = state._replace(ledger=state.ledger._replace(clock=clock))

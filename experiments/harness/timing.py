@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -42,22 +42,31 @@ def without_compilation_cache() -> Generator[None]:
         compilation_cache.reset_cache()
 
 
-def median_seconds(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+def median_seconds(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
     """Returns the median seconds of each call, measured in rotation after a warm-up."""
     times = [[time_call(call)[0] for call in calls] for _ in range(1 + rounds)]
     return np.median(times[1:], axis=0).tolist()
 
 
-def measure_in_turns[C](
+class NamedSystem(Protocol):
+    """A system that is measured; its name is the key of its measurements."""
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        ...
+
+
+def measure_in_turns[C, S: NamedSystem, M](
     cases: Iterable[C],
     num_rounds: int,
-    begin: Callable[[C], list[Any]],
-    measure: Callable[[C, Any], Any],
+    begin: Callable[[C], list[S]],
+    measure: Callable[[C, S], M],
     *,
     progress: Progress,
     bar_label: str,
     case_name: str,
-) -> Iterator[tuple[C, list[Any], dict[str, list[Any]]]]:
+) -> Iterator[tuple[C, list[S], dict[str, list[M]]]]:
     """Measures all systems on one case after another, in rotation.
 
     Args:
@@ -73,8 +82,8 @@ def measure_in_turns[C](
       The case, the systems, and their measurements by name.
     """
     turns = [(case, turn) for case in cases for turn in range(num_rounds + 1)]
-    systems: list[Any] = []
-    runs_by_name: dict[str, list[Any]] = {}
+    systems: list[S] = []
+    runs_by_name: dict[str, list[M]] = {}
     for case, turn in progress.track(turns, bar_label, "turns"):
         if turn == 0:
             progress.show(f"{case_name} {case}, warming up")

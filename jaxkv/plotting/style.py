@@ -68,7 +68,7 @@ STYLE: dict[str, Any] = {
 
 
 def render_figure(
-    plot: "Callable[[Axes | np.ndarray], None]",
+    plot: Callable[..., None],
     *,
     panels: tuple[int, int] = (1, 1),
     size_inches: tuple[float, float] = PANEL_SIZE_INCHES,

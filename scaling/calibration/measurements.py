@@ -203,7 +203,7 @@ class _Cells(NamedTuple):
     """The cells of a row, converted with errors that name file, row and column."""
 
     place: str
-    cells: Mapping[str, Any]
+    cells: Mapping[str, object]
 
     def has(self, name: str) -> bool:
         return self.cells.get(name) not in (None, "")

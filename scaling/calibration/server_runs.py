@@ -6,11 +6,12 @@ after the window, and every request is served to its end.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from numpy.typing import ArrayLike
 
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -239,7 +240,7 @@ def _make_members(
         ]
     )
     num_draws = len(np.asarray(coefficients.step_s))
-    members: Any = jax.tree.map(lambda x: np.concatenate([x] * num_draws), load_members)
+    members = jax.tree.map(lambda x: np.concatenate([x] * num_draws), load_members)
     draws = jax.tree.map(lambda x: np.repeat(x, len(loads)), coefficients)
     return members._replace(cost=members.cost._replace(coefficients=draws))
 
@@ -261,11 +262,11 @@ def _read_run(
     )
     peak = max(map(_max_in_system, arrival, finish))
     # The delays of a request change no schedule, so they are added here.
-    f: Any = jax.tree.map(lambda x: np.asarray(x, np.float64)[:, None], coefficients)
+    f = jax.tree.map(lambda x: np.asarray(x, np.float64)[:, None], coefficients)
     late_s = f.ingest_s + f.delivery_lag * (finish - first) / np.maximum(output - 1, 1)
     blocks = setup.num_kv_blocks
 
-    def share(used: Any) -> np.ndarray:
+    def share(used: ArrayLike) -> np.ndarray:
         return (np.asarray(used)[place::step] + load.resident_blocks) / blocks
 
     trace = simulation.trace

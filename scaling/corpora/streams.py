@@ -40,7 +40,7 @@ class Corpus(NamedTuple):
     """
 
     stream: Any
-    held_out: Any
+    held_out: UInt[np.ndarray, " held_out"]
     vocab_size: int
     bytes_per_token: float
     floor: float | None

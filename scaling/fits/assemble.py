@@ -120,7 +120,9 @@ def add_resamples(
     natural = laws.coefficients(law, result.coordinates[None], centre)[0]
     sampled = laws.coefficients(law, samples, centre)
 
-    def interval(value: np.ndarray, several: np.ndarray) -> Any:
+    def interval(
+        value: np.ndarray, several: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         return intervals.percentile_intervals(
             value,
             several,

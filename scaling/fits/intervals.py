@@ -13,7 +13,6 @@ basic ones 83-92 %, those from the curvature 82-87 %.
 
 import math
 import statistics
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -26,7 +25,13 @@ from scaling.fits.levenberg_marquardt import FitProblem, Loss
 
 @validation.checks_numbers(level="(0, 1)", k=0)
 def percentile_intervals(
-    estimate: Any, samples: Any, level: float, *, loss: Loss, num_points: int, k: int
+    estimate: Float[np.ndarray, "..."],
+    samples: Float[np.ndarray, "..."],
+    level: float,
+    *,
+    loss: Loss,
+    num_points: int,
+    k: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes percentile intervals.
 

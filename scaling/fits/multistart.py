@@ -12,11 +12,12 @@ whose problem is done takes the next, so that no lane waits for the slowest prob
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from jaxkv import validation
 from scaling.laws import Law
@@ -38,10 +39,10 @@ class SolverSettings(NamedTuple):
       num_problems: number of problems to solve, the first ones.
     """
 
-    delta: Any
-    num_problems: Any
-    tolerance: Any = 1e-10
-    max_steps: Any = 300
+    delta: float | Float[Array, ""]
+    num_problems: int | Int32[Array, ""]
+    tolerance: float | Float[Array, ""] = 1e-10
+    max_steps: int | Int32[Array, ""] = 300
 
 
 class Solution(NamedTuple):
@@ -65,14 +66,14 @@ class Solution(NamedTuple):
 class _Lane(NamedTuple):
     """State of one problem: coordinates, objective, gradient, and curvature."""
 
-    problem: Any
-    x: Any
-    objective: Any
-    gradient: Any
-    hessian: Any
-    damping: Any
-    caution: Any
-    num_steps: Any
+    problem: Int32[Array, "*lanes"]
+    x: Float[Array, "*lanes k"]
+    objective: Float[Array, "*lanes"]
+    gradient: Float[Array, "*lanes k"]
+    hessian: Float[Array, "*lanes k k"]
+    damping: Float[Array, "*lanes"]
+    caution: Float[Array, "*lanes"]
+    num_steps: Int32[Array, "*lanes"]
 
 
 def law_residuals(
@@ -134,14 +135,16 @@ def minimize(
     dtype = starts.dtype
     lanes = jnp.arange(min(num_lanes, width), dtype=jnp.int32)
 
-    def walls(problem: Any) -> Any:
+    def walls(problem: Int32[Array, " lanes"]) -> Sequence[Float[Array, "*lanes k"]]:
         return box if axis is None else [x.at[problem].get(mode="clip") for x in box]
 
-    def evaluate(x: Any, weight: Any, caution: Any) -> Any:
+    def evaluate(
+        x: Float[Array, " k"], weight: Float[Array, " n"], caution: Float[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, " k"], Float[Array, "k k"]]:
         r, slopes = law_residuals(law, x, logs, target, space)
         return _objective(r, slopes, weight, settings.delta, caution)
 
-    def fresh(problem: Any) -> _Lane:
+    def fresh(problem: Int32[Array, " lanes"]) -> _Lane:
         size = problem.shape
         return _Lane(
             problem,
@@ -154,7 +157,9 @@ def minimize(
             jnp.zeros(size, jnp.int32),
         )
 
-    def advance(state: Any) -> Any:
+    def advance(
+        state: tuple[_Lane, Int32[Array, ""], Solution],
+    ) -> tuple[_Lane, Int32[Array, ""], Solution]:
         lane, after, solution = state
         step = jax.vmap(_step, (0, axis, axis))
         move, promise = step(lane, *walls(lane.problem))
@@ -202,7 +207,13 @@ def minimize(
     )[2]
 
 
-def _objective(r: Any, slopes: Any, weight: Any, delta: Any, caution: Any) -> Any:
+def _objective(
+    r: Float[Array, " n"],
+    slopes: Float[Array, "k n"],
+    weight: Float[Array, " n"],
+    delta: float | Float[Array, ""],
+    caution: Float[Array, ""],
+) -> tuple[Float[Array, ""], Float[Array, " k"], Float[Array, "k k"]]:
     """Returns objective, gradient, and a matrix between Newton's and reweighting's."""
     size = jnp.abs(r)
     inside = size <= delta
@@ -219,7 +230,9 @@ def _objective(r: Any, slopes: Any, weight: Any, delta: Any, caution: Any) -> An
     return objective, gradient, hessian
 
 
-def _step(lane: _Lane, low: Any, high: Any) -> tuple[Any, Any]:
+def _step(
+    lane: _Lane, low: Float[Array, " k"], high: Float[Array, " k"]
+) -> tuple[Float[Array, " k"], Float[Array, ""]]:
     """Returns the next step, along the bounds that the slope points into."""
     x = lane.x
     gradient = lane.gradient
@@ -237,16 +250,18 @@ def _step(lane: _Lane, low: Any, high: Any) -> tuple[Any, Any]:
     return move, -0.5 * jnp.sum(move * gradient)
 
 
-def _cholesky_solve(rows: list[list[Any]], b: Any) -> Any:
+def _cholesky_solve(
+    rows: list[list[Float[Array, ""]]], b: Float[Array, " k"]
+) -> Float[Array, " k"]:
     """Solves `A x = b` for small A, given by its lower triangle, written out.
 
     A batched LAPACK call for every step takes ten times as long as the rest of the
     step.
     """
     k = len(rows)
-    lower: list[list[Any]] = []
+    lower: list[list[Array]] = []
     for i in range(k):
-        line: list[Any] = []
+        line: list[Array] = []
         for j in range(i + 1):
             value = rows[i][j]
             for m in range(j):
@@ -258,13 +273,13 @@ def _cholesky_solve(rows: list[list[Any]], b: Any) -> Any:
             else:
                 line.append(value / lower[j][j])
         lower.append(line)
-    y: list[Any] = []
+    y: list[Array] = []
     for i in range(k):
         value = b[i]
         for m in range(i):
             value = value - lower[i][m] * y[m]
         y.append(value / lower[i][i])
-    x: list[Any] = [None] * k
+    x = [*y]
     for i in reversed(range(k)):
         value = y[i]
         for m in range(i + 1, k):
@@ -273,10 +288,10 @@ def _cholesky_solve(rows: list[list[Any]], b: Any) -> Any:
     return jnp.stack(x)
 
 
-def _where(mask: Any, new: Any, old: Any) -> Any:
+def _where[T: PyTree[Array]](mask: Bool[Array, " lanes"], new: T, old: T) -> T:
     """Selects lanes by a mask."""
 
-    def choose(a: Any, b: Any) -> Any:
+    def choose(a: Array, b: Array) -> Array:
         return jnp.where(mask.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
     return jax.tree.map(choose, new, old)
@@ -284,6 +299,8 @@ def _where(mask: Any, new: Any, old: Any) -> Any:
 
 @validation.checks_numbers()
 @functools.cache
-def compiled_minimize(law: Law, space: Space, num_lanes: int = 64) -> Any:
+def compiled_minimize(
+    law: Law, space: Space, num_lanes: int = 64
+) -> Callable[..., Solution]:
     """Returns `minimize` for a law, compiled once for every shape of its arguments."""
     return jax.jit(functools.partial(minimize, law, space=space, num_lanes=num_lanes))

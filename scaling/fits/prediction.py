@@ -81,7 +81,6 @@ def predict(
     # result is deterministic.
     rng = np.random.default_rng(0)
     ends = []
-    size: Any = {"num_points": result.num_points, "k": result.num_free}
     step = max(1, _MAX_NUMBERS // len(result.samples))
     for first in range(0, len(value), step):
         chunk = slice(first, first + step)
@@ -93,7 +92,12 @@ def predict(
                 samples = samples + spread * rng.standard_normal(samples.shape)
         ends.append(
             intervals.percentile_intervals(
-                value[chunk], samples, level, loss=result.loss, **size
+                value[chunk],
+                samples,
+                level,
+                loss=result.loss,
+                num_points=result.num_points,
+                k=result.num_free,
             )
         )
     low, high = map(np.concatenate, zip(*ends, strict=True))

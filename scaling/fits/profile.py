@@ -58,7 +58,7 @@ def profile_objective(
     """
     law = result.find_law()
     runs = observations.make_observations(
-        law, data, None, np.arange(len(data[law.target]))
+        law, data, None, np.arange(np.size(data[law.target]))
     )
     starts = np.tile(result.coordinates, (y.size * x.size, 1))
     low, high = (np.tile(wall, (len(starts), 1)) for wall in law.box(runs.level))

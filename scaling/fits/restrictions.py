@@ -11,11 +11,10 @@ import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from jaxkv import validation
 from scaling import laws
@@ -191,7 +190,7 @@ def _moved(law: Law, centre: Float[np.ndarray, " inputs"]) -> list[int]:
 def _with_natural(law: Law, places: tuple[int, ...], centre: tuple[float, ...]) -> Law:
     """Returns the law with the coordinates at some indices in natural units."""
 
-    def centred(x: Any) -> Any:
+    def centred(x: Float[Array, " k"]) -> Float[Array, " k"]:
         # Each coordinate is itself plus a function of other coordinates, and these
         # chains are no longer than the number of coordinates.
         solution = x
@@ -201,7 +200,7 @@ def _with_natural(law: Law, places: tuple[int, ...], centre: tuple[float, ...]) 
                 solution = solution.at[i].add(x[i] - natural[i])
         return solution
 
-    def shift(x: Any, by: Any) -> Any:
+    def shift(x: Float[Array, " k"], by: Float[Array, " inputs"]) -> Float[Array, " k"]:
         return law.shift(centred(x), by)
 
     coordinates = [*law.coordinates]

@@ -150,10 +150,10 @@ def to_json(result: FitResult) -> dict[str, Any]:
     del fields["optimum"]
     if result.held_out is not None:
         fields["held_out"] = result.held_out._asdict()
-    return {"schema": SCHEMA} | _plain(fields)
+    return {"schema": SCHEMA} | {name: _plain(x) for name, x in fields.items()}
 
 
-def from_json(document: Any) -> FitResult:
+def from_json(document: str | Mapping[str, Any]) -> FitResult:
     """Reads the output of `to_json`.
 
     Args:
@@ -222,14 +222,14 @@ def _select_rows(rows: np.ndarray, max_rows: int) -> np.ndarray:
     return rows[np.linspace(0, len(rows) - 1, max_rows).round().astype(int)]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """True for a number, or for null, which replaces a number that is not finite."""
     return value is None or (
         isinstance(value, int | float) and not isinstance(value, bool)
     )
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
@@ -262,7 +262,7 @@ _FIELD_KINDS = {
 """Checks of the fields of a fit.json, with descriptions."""
 
 
-def _array(values: Any) -> np.ndarray:
+def _array(values: object) -> np.ndarray:
     """Reads numbers; null becomes NaN."""
     return np.asarray(values, np.float64)
 
@@ -272,7 +272,7 @@ def _pair(values: Any) -> tuple[float, float]:
     return low, high
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from scaling.frontiers.best_runs import (
         ComputeRatio,
         FrontierCurve,
+        FrontierFit,
         compare_best_runs,
         evaluate_fit,
         find_best_runs,

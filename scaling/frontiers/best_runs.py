@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxkv import validation
+from scaling.laws import Amount
 
 NUM_CURVE_POINTS = 40
 """Points of every curve."""
@@ -78,11 +79,11 @@ class FrontierFit(NamedTuple):
     residual: float
     miss: float
 
-    def loss(self, flops: Any) -> Any:
+    def loss(self, flops: Amount) -> Any:
         """Returns the loss at a compute, a number or an array."""
         return self.floor + self.factor * (flops / self.unit) ** -self.exponent
 
-    def flops(self, loss: Any) -> Any:
+    def flops(self, loss: Amount) -> Any:
         """Returns the compute at a loss; infinite at the floor and below."""
         above = np.maximum(loss - self.floor, 0.0)
         with np.errstate(divide="ignore"):

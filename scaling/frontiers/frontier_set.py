@@ -6,7 +6,7 @@ curves. Reports list their exponents next to those of the fitted law.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -149,12 +149,14 @@ def _by_groups(
         )
     if groups.num_left:
         notes.append(f"{groups.num_left} runs are in no isoFLOP group")
-    runs: Any = {"flops": groups.flops, "strata": groups.strata}
+    bootstrapped = functools.partial(
+        bootstrapped, flops=groups.flops, strata=groups.strata
+    )
     surface = isoflop.fit_group_surface(groups)
     robust = isoflop.fit_group_surface(groups, robust=True)
     few = min(resamples, ROBUST_RESAMPLES)
     frontiers = [
-        bootstrapped(method, minima, **runs, resamples=number)
+        bootstrapped(method, minima, resamples=number)
         for method, minima, number in (
             (PARABOLA, isoflop.by_parabola(groups), resamples),
             ("akima", isoflop.by_akima(groups), resamples),
@@ -164,7 +166,10 @@ def _by_groups(
     ]
     windows = [
         bootstrap_frontier(
-            f"parabola of {window}", isoflop.by_parabola(groups, window), **runs
+            f"parabola of {window}",
+            isoflop.by_parabola(groups, window),
+            flops=groups.flops,
+            strata=groups.strata,
         )
         for window in isoflop.WINDOWS
         if max(group.sizes.size for group in groups.groups) >= window
@@ -182,7 +187,11 @@ def _by_groups(
     elif np.isfinite(surface.log_a[0] + surface.log_b[0]):
         exponents = float(surface.alpha[0]), float(surface.beta[0])
         corrected = isoflop.by_parabola(groups, None, exponents)
-        frontiers.append(bootstrap_frontier(CORRECTED, corrected, **runs))
+        frontiers.append(
+            bootstrap_frontier(
+                CORRECTED, corrected, flops=groups.flops, strata=groups.strata
+            )
+        )
     return FrontierSet(groups, frontiers, windows, exponents, notes, doubts)
 
 

@@ -23,8 +23,18 @@ AMOUNTS = "[1e-100, 1e100]"
 AMOUNTS_FROM_0 = "[0, 1e100]"
 """Intervals of amounts whose products, ratios and powers are finite."""
 
-LogLoss = Callable[[Any, Any], Any]
-Linearise = Callable[[Any, Any], tuple[Any, list[Any]]]
+type Coordinates = Float[Array, " k"]
+"""Coordinates of a law, in order."""
+type LogInputs = Float[Array, "inputs n"]
+"""Logarithms of the inputs of all points."""
+type LogTarget = Float[Array, " n"]
+"""Logarithms of the target at all points."""
+type Centre = Float[Array, " inputs"]
+"""Logarithms of the units of the inputs."""
+type LogLoss = Callable[[Coordinates, LogInputs], LogTarget]
+type Linearise = Callable[[Coordinates, LogInputs], tuple[LogTarget, list[LogTarget]]]
+type Coefficients = Mapping[str, Amount]
+"""Coefficients by name, in natural units: numbers, or arrays of them."""
 
 
 class Coordinate(NamedTuple):
@@ -73,12 +83,12 @@ def positive_coordinate(
 class TwoPowers(NamedTuple):
     """A loss of the form `floor + (A / N^alpha + B / D^beta)^outer`."""
 
-    A: Any
-    B: Any
-    alpha: Any
-    beta: Any
-    floor: Any = 0.0
-    outer: Any = 1.0
+    A: Amount
+    B: Amount
+    alpha: Amount
+    beta: Amount
+    floor: Amount = 0.0
+    outer: Amount = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,10 +121,10 @@ class Law:
     coordinates: tuple[Coordinate, ...]
     source: str
     log_loss: LogLoss
-    shift: Callable[[Any, Any], Any]
+    shift: Callable[[Coordinates, Centre], Coordinates]
     target: str = "loss"
     linearise: Linearise | None = None
-    two_powers: Callable[[Mapping[str, Any]], TwoPowers] | None = None
+    two_powers: Callable[[Coefficients], TwoPowers] | None = None
     floor: str | None = None
     units: tuple[tuple[int, ...], ...] | None = None
 
@@ -124,7 +134,9 @@ class Law:
         return tuple(coordinate.name for coordinate in self.coordinates)
 
     def predict(
-        self, coefficients: Float[Array | np.ndarray, " k"], data: Mapping[str, Any]
+        self,
+        coefficients: Float[Array | np.ndarray, " k"],
+        data: Mapping[str, Any],
     ) -> Float[Array, " n"]:
         """Computes the target from coefficients and columns in natural units.
 

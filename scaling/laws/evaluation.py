@@ -3,14 +3,13 @@
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
-from scaling.laws.base import Law
+from scaling.laws.base import Centre, Coordinates, Law, LogInputs
 
 
 def values(
@@ -58,13 +57,13 @@ def coordinates(
 def _compiled(law: Law) -> types.SimpleNamespace:
     """Returns the functions of this module, compiled for one law."""
 
-    def slopes(x: Any, logs: Any) -> Any:
+    def slopes(x: Coordinates, logs: LogInputs) -> Float[Array, "n k"]:
         return jnp.stack(law.derivatives(x, logs)[1], axis=1)
 
-    def natural(x: Any, centre: Any) -> Any:
+    def natural(x: Coordinates, centre: Centre) -> Coordinates:
         return law.decode(law.shift(x, -centre))
 
-    def inward(x: Any, centre: Any) -> Any:
+    def inward(x: Coordinates, centre: Centre) -> Coordinates:
         return law.shift(law.encode(x), centre)
 
     return types.SimpleNamespace(
@@ -76,6 +75,8 @@ def _compiled(law: Law) -> types.SimpleNamespace:
     )
 
 
-def _call(function: Callable[..., Any], x: np.ndarray, others: np.ndarray) -> Any:
+def _call(
+    function: Callable[[Array, Array], Array], x: np.ndarray, others: np.ndarray
+) -> np.ndarray:
     with jax.enable_x64(True):
         return np.asarray(function(jnp.asarray(x), jnp.asarray(others)))

@@ -1,13 +1,16 @@
 """Laws that are not sums of powers; JAX computes their derivatives."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from scaling.laws.base import (
     Coordinate,
+    Coordinates,
     Law,
+    LogInputs,
+    LogTarget,
     TwoPowers,
     exponent_coordinate,
     positive_coordinate,
@@ -25,7 +28,7 @@ _KAPLAN_SOURCE = "Kaplan et al. 2020, arXiv:2001.08361"
 def _single(name: str, column: str, letter: str, equation: str) -> Law:
     """Makes `(Xc / X)^alpha`, whose size Xc is in units of the input."""
 
-    def log_loss(x: Any, logs: Any) -> Any:
+    def log_loss(x: Coordinates, logs: LogInputs) -> LogTarget:
         return x[1] * (x[0] - logs[0])
 
     return Law(
@@ -47,7 +50,7 @@ KAPLAN_D = _single("kaplan-d", _D, "D", "1.2")
 KAPLAN_C = _single("kaplan-c", "flops", "C", "1.3")
 
 
-def _kaplan(x: Any, logs: Any) -> Any:
+def _kaplan(x: Coordinates, logs: LogInputs) -> LogTarget:
     Nc, Dc, aN, aD = x
     return aD * jnp.logaddexp((Nc - logs[0]) * (aN / aD), Dc - logs[1])
 
@@ -75,7 +78,7 @@ KAPLAN = Law(
 )
 
 
-def _rosenfeld_error(x: Any, logs: Any) -> Any:
+def _rosenfeld_error(x: Coordinates, logs: LogInputs) -> LogTarget:
     a, b, c, alpha, beta, ceiling = x
     log_sum = jnp.logaddexp(a - alpha * logs[0], b - beta * logs[1])
     log_sum = jnp.logaddexp(log_sum, jnp.broadcast_to(c, log_sum.shape))
@@ -104,14 +107,16 @@ ROSENFELD_ERROR = Law(
 )
 
 
-def _log_saturating(log_unique: Any, log_total: Any, log_half_life: Any) -> Any:
+def _log_saturating(
+    log_unique: LogTarget, log_total: LogTarget, log_half_life: Float[Array, ""]
+) -> LogTarget:
     """Returns the log effective amount of `total`, of which `unique` is unique."""
     half_life = jnp.exp(log_half_life)
     repeats = jnp.expm1(jnp.maximum(log_total - log_unique, 0.0))
     return log_unique + jnp.log1p(-half_life * jnp.expm1(-repeats / half_life))
 
 
-def _data_constrained(x: Any, logs: Any) -> Any:
+def _data_constrained(x: Coordinates, logs: LogInputs) -> LogTarget:
     A, B, E, alpha, beta, half_life_D, half_life_N = x
     n, d, u = logs
     u = jnp.minimum(u, d)
@@ -146,7 +151,7 @@ DATA_CONSTRAINED = Law(
 )
 
 
-def _clark(x: Any, logs: Any) -> Any:
+def _clark(x: Coordinates, logs: LogInputs) -> LogTarget:
     a, b, c, d, start, end = x
     n, experts = logs
     gap = 1 / (jnp.exp(-start) - jnp.exp(-end))
@@ -183,7 +188,7 @@ CLARK = Law(
 )
 
 
-def _broken(x: Any, logs: Any) -> Any:
+def _broken(x: Coordinates, logs: LogInputs) -> LogTarget:
     a, b, c0, c1, d1, f1 = x
     sharpness = jnp.exp(f1)
     bend = jnp.logaddexp((logs[0] - d1) / sharpness, jnp.zeros_like(logs[0]))

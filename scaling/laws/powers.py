@@ -5,14 +5,20 @@ its derivatives are the terms' shares of the sum, times log inputs.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from scaling.laws.base import (
+    Centre,
+    Coefficients,
     Coordinate,
+    Coordinates,
     Law,
+    LogInputs,
+    LogTarget,
     TwoPowers,
     exponent_coordinate,
     real_coordinate,
@@ -52,18 +58,18 @@ def power_sum(
     source: str,
     *,
     target: str = "loss",
-    two_powers: Callable[[Mapping[str, Any]], TwoPowers] | None = None,
+    two_powers: Callable[[Coefficients], TwoPowers] | None = None,
 ) -> Law:
     """Makes the law of a sum of terms; `target` and `two_powers` are its fields."""
     place = {coordinate.name: i for i, coordinate in enumerate(coordinates)}
     row = {column: i for i, column in enumerate(inputs)}
 
-    def slope(power: Power, x: Any) -> Any:
+    def slope(power: Power, x: Coordinates) -> float | Float[Array, ""]:
         if not isinstance(power.exponent, str):
             return power.sign * power.exponent
         return power.sign * x[place[power.exponent]]
 
-    def forms(x: Any, logs: Any) -> list[Any]:
+    def forms(x: Coordinates, logs: LogInputs) -> list[Float[Array, "..."]]:
         log_terms = []
         for term in terms:
             form = x[place[term.scale]]
@@ -73,13 +79,13 @@ def power_sum(
             log_terms.append(form)
         return log_terms
 
-    def log_loss(x: Any, logs: Any) -> Any:
+    def log_loss(x: Coordinates, logs: LogInputs) -> LogTarget:
         total, *others = forms(x, logs)
         for form in others:
             total = jnp.logaddexp(total, jnp.broadcast_to(form, total.shape))
         return total
 
-    def linearise(x: Any, logs: Any) -> tuple[Any, list[Any]]:
+    def linearise(x: Coordinates, logs: LogInputs) -> tuple[LogTarget, list[LogTarget]]:
         # Fits stay in a box, so no term overflows without a common factor; a floor
         # takes one exponential for all points.
         sizes = [jnp.exp(form) for form in forms(x, logs)]
@@ -94,7 +100,7 @@ def power_sum(
                     rows[place[power.exponent]] += power.sign * share * argument
         return jnp.log(total), rows
 
-    def shift(x: Any, centre: Any) -> Any:
+    def shift(x: Coordinates, centre: Centre) -> Coordinates:
         moved = list(x)
         for term in terms:
             for power in term.powers:

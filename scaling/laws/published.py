@@ -6,11 +6,10 @@ token. The convention for counting parameters is that of the data, not of the la
 
 import difflib
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxkv import validation
-from scaling.laws.base import AMOUNTS, Amount, Law, TwoPowers
+from scaling.laws.base import AMOUNTS, Amount, Coefficients, Law, TwoPowers
 from scaling.laws.forms import FORMS
 from scaling.laws.powers import CHINCHILLA as CHINCHILLA
 from scaling.laws.powers import POWER_SUMS
@@ -39,8 +38,8 @@ CONSTANTS: dict[str, dict[str, float]] = {
 class Exponents(NamedTuple):
     """Exponents of the compute optimum: `N* ~ C^a`, `D* ~ C^b`; a + b = 1."""
 
-    a: Any
-    b: Any
+    a: Amount
+    b: Amount
 
 
 class Optimum(NamedTuple):
@@ -70,7 +69,7 @@ def find_law(name: str) -> Law:
     return LAWS[name]
 
 
-def optimal_exponents(law: Law, coefficients: Mapping[str, Any]) -> Exponents:
+def optimal_exponents(law: Law, coefficients: Coefficients) -> Exponents:
     """Returns the exponents of a law's compute optimum.
 
     Args:
@@ -86,9 +85,7 @@ def optimal_exponents(law: Law, coefficients: Mapping[str, Any]) -> Exponents:
 
 
 @validation.checks_numbers(flops=AMOUNTS)
-def compute_optimum(
-    law: Law, coefficients: Mapping[str, Any], flops: Amount
-) -> Optimum:
+def compute_optimum(law: Law, coefficients: Coefficients, flops: Amount) -> Optimum:
     """Divides a compute budget between parameters and tokens by a law.
 
     Args:
@@ -124,7 +121,7 @@ def divide_budget(powers: TwoPowers, flops: Amount) -> Optimum:
     return Optimum(num_params, num_tokens, powers.floor + inner**powers.outer)
 
 
-def loss_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
+def loss_powers(law: Law, coefficients: Coefficients) -> TwoPowers:
     """Returns a law's dependence on parameters and tokens.
 
     Raises:

@@ -31,7 +31,7 @@ ILL_POSED = {
 @validation.checks_numbers(seed=validation.SEEDS)
 def simulate_isoflop_runs(
     num: int = 240, *, seed: int = 0, noise: Noise = "student"
-) -> dict[str, Any]:
+) -> dict[str, np.ndarray]:
     """Simulates runs at nine budgets from 6e18 to 3e21 FLOPs, around the optimum.
 
     The default is a surface whose robust optimum is known to many digits: Huber's
@@ -52,7 +52,7 @@ def simulate_isoflop_runs(
 @validation.checks_numbers(seed=validation.SEEDS)
 def simulate_runs(
     kind: str, num: int, *, seed: int, noise: Noise = "student"
-) -> tuple[dict[str, Any], dict[str, float]]:
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Simulates sound or ill-posed runs.
 
     Args:

@@ -14,7 +14,7 @@ SEED = "seed"
 LOSS_COLUMN = "loss"
 
 
-def _read(row: Mapping[str, Any], name: str, kind: type, place: int) -> Any:
+def _read(row: Mapping[str, object], name: str, kind: type, place: int) -> Any:
     """Reads a cell of a competing row."""
     try:
         return kind(row[name])
@@ -39,7 +39,7 @@ def find_winners(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     Raises:
       ValueError: a row lacks a field, or the field has another type.
     """
-    cells: dict[Any, dict[float, list[int]]] = {}
+    cells: dict[str, dict[float, list[int]]] = {}
     for place, row in enumerate(rows):
         rates = cells.setdefault(_read(row, CELL, str, place), {})
         _read(row, SEED, int, place)

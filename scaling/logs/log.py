@@ -270,7 +270,7 @@ def _last(
 
 def _keys(
     table: RawTable, roles: ColumnRoles, names: Sequence[str], flag: str
-) -> list[tuple[Any, ...]]:
+) -> list[tuple[object, ...]]:
     """Returns the cells of the rows in some columns, as numbers if possible."""
     columns = [logs_columns.find_column(table, roles, name, flag) for name in names]
     return [

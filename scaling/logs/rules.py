@@ -19,6 +19,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from jaxkv.files import Cell
+
 MAX_RULE_LENGTH = 2_000
 """Largest length of a rule; it bounds the nesting."""
 
@@ -132,7 +134,7 @@ class _Reader:
         order = _ORDER_OPERATORS.get(token.text)
         is_equal = token.text == "=="
 
-        def test(row: Mapping[str, Any]) -> bool:
+        def test(row: Mapping[str, Cell]) -> bool:
             a = left(row)
             b = right(row)
             x = _number(a)
@@ -201,7 +203,7 @@ def mentions(rule: str, name: str) -> bool:
     )
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Cell) -> float | None:
     """Reads a cell as a number, true as 1; None for other text."""
     return float(value) if isinstance(value, bool) else parse_number(value, 1.0)
 
@@ -209,7 +211,7 @@ def _number(value: Any) -> float | None:
 _SUFFIX_SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
-def parse_number(cell: Any, unit: float | None) -> float | None:
+def parse_number(cell: Cell, unit: float | None) -> float | None:
     """Parses 1.5e9, or 1.5B if the unit is 1; None for other text."""
     if isinstance(cell, bool) or cell is None:
         return None

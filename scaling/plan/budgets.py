@@ -66,7 +66,7 @@ class DataLimit:
             )
 
 
-def law_two_powers(law: Law, coefficients: Mapping[str, Any]) -> TwoPowers:
+def law_two_powers(law: Law, coefficients: Mapping[str, Amount]) -> TwoPowers:
     """Returns a law's dependence on parameters and tokens, and checks it.
 
     The data-constrained law is used without repetition.
@@ -196,7 +196,7 @@ def cheapest_model(
     """
     if not target > powers.floor:
         raise ValueError(f"{target=:g} must be above the floor, {powers.floor:.6g}")
-    inner = math.log(target - powers.floor) / powers.outer
+    inner = math.log(target - powers.floor) / float(powers.outer)
 
     def excess(log_params: float, log_tokens: float) -> float:
         sizes = math.log(powers.A) - powers.alpha * log_params
@@ -206,8 +206,12 @@ def cheapest_model(
     free = _where_zero(powers, inference_tokens, excess)
     if repeating is None or free.num_tokens <= repeating.unique_tokens:
         return free
-    how: Any = {"inference_tokens": inference_tokens, "repeating": repeating}
-    return allocate_budget(powers, needed_budget(powers, target, **how), **how)
+    flops = needed_budget(
+        powers, target, inference_tokens=inference_tokens, repeating=repeating
+    )
+    return allocate_budget(
+        powers, flops, inference_tokens=inference_tokens, repeating=repeating
+    )
 
 
 @validation.checks_numbers(target=LOSSES, inference_tokens=AMOUNTS_FROM_0)
@@ -238,10 +242,14 @@ def needed_budget(
     flops = lifetime_flops(optimum.num_params, optimum.num_tokens, inference_tokens)
     if repeating is None or optimum.num_tokens <= repeating.unique_tokens:
         return flops
-    how: Any = {"inference_tokens": inference_tokens, "repeating": repeating}
 
     def reached(log_flops: float) -> float:
-        return allocate_budget(powers, math.exp(log_flops), **how).loss
+        return allocate_budget(
+            powers,
+            math.exp(log_flops),
+            inference_tokens=inference_tokens,
+            repeating=repeating,
+        ).loss
 
     # Repeated data never needs less than unique data.
     low = math.log(flops)
@@ -272,7 +280,7 @@ def _params_for(powers: TwoPowers, log_tokens: float, inference_tokens: float) -
         log_ratio = math.log(inference_tokens / 3) - log_tokens
         served = float(np.logaddexp(0.0, log_ratio))
     sizes = math.log(powers.alpha * powers.A) - math.log(powers.beta * powers.B)
-    return (sizes + powers.beta * log_tokens - served) / powers.alpha
+    return float((sizes + powers.beta * log_tokens - served) / powers.alpha)
 
 
 def _where_zero(
@@ -333,7 +341,7 @@ def effective_sizes(
     )
 
 
-def _saturating(total: Any, unique: Any, half_life: float) -> Any:
+def _saturating(total: Amount, unique: Amount, half_life: float) -> Any:
     repeats = total / unique - 1
     return unique * (1 - half_life * np.expm1(-repeats / half_life))
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from scaling.fits import FitResult
-from scaling.laws import Law, Optimum, TwoPowers
+from scaling.laws import Amount, Law, Optimum, TwoPowers
 from scaling.plan import budgets, pricing
 from scaling.plan.budgets import DataLimit, HalfLives
 from scaling.plan.designs import Count, DesignFamily
@@ -113,21 +113,25 @@ class PlanCase(NamedTuple):
             return None
         return DataLimit(self.unique_tokens, self.loss_model.half_lives)
 
-    def loss(self, num_params: Any, num_tokens: Any) -> Any:
+    def loss(self, num_params: Amount, num_tokens: Amount) -> Any:
         """Returns the predicted loss, with repetition of tokens."""
         return budgets.budget_loss(
             self.loss_model.powers, num_params, num_tokens, self.repeating
         )
 
-    def worth(self, num_params: Any, num_tokens: Any) -> tuple[Any, Any]:
+    def worth(self, num_params: Amount, num_tokens: Amount) -> tuple[Any, Any]:
         """Returns effective parameters and tokens, with repetition of tokens."""
         powers = self.loss_model.powers
         return budgets.effective_sizes(powers, num_params, num_tokens, self.repeating)
 
     def allocate(self) -> Optimum:
         """Returns the optimal division of the budget."""
-        how: Any = {"inference_tokens": self.served, "repeating": self.repeating}
-        return budgets.allocate_budget(self.loss_model.powers, self.flops, **how)
+        return budgets.allocate_budget(
+            self.loss_model.powers,
+            self.flops,
+            inference_tokens=self.served,
+            repeating=self.repeating,
+        )
 
     def needed(self) -> float:
         """Returns the smallest budget that reaches the target loss.
@@ -136,8 +140,12 @@ class PlanCase(NamedTuple):
           ValueError: no budget reaches it.
         """
         assert self.target_loss is not None
-        how: Any = {"inference_tokens": self.served, "repeating": self.repeating}
-        return budgets.needed_budget(self.loss_model.powers, self.target_loss, **how)
+        return budgets.needed_budget(
+            self.loss_model.powers,
+            self.target_loss,
+            inference_tokens=self.served,
+            repeating=self.repeating,
+        )
 
     def bill(self, flops: float) -> TrainingCost:
         """Returns the cost of a number of training operations."""

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -182,7 +182,7 @@ def max_vocab_size(family: DesignFamily, num_params: float) -> int | None:
 @validation.checks_numbers(flops=AMOUNTS, inference_tokens=AMOUNTS_FROM_0)
 def best_design(
     family: DesignFamily,
-    loss: Callable[[Any, Any], Any],
+    loss: Callable[[np.ndarray, np.ndarray], np.ndarray],
     flops: float,
     *,
     inference_tokens: float = 0.0,
@@ -265,10 +265,12 @@ def make_grid(family: DesignFamily) -> DesignGrid:
             shapes = ((1, 1), (2, 1), (1, 2))
             corners = [describe_design(family, width, *shape) for shape in shapes]
             params = [count_params(family, model) for model in corners]
-            how: Any = {"sequence": family.sequence, "attention": family.attention}
-            flops = [
-                float(training_step_flops(model, **how).model) for model in corners
-            ]
+            step_flops = functools.partial(
+                training_step_flops,
+                sequence=family.sequence,
+                attention=family.attention,
+            )
+            flops = [float(step_flops(model).model) for model in corners]
             totals = []
             for one, deeper, wider in (params, flops):
                 layer = deeper - one

@@ -1,7 +1,7 @@
 """Intervals of a budget's optimum, from the resamples of a fit."""
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -82,10 +82,16 @@ def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
     if len(optima) < 2:
         return None
 
-    def interval(estimate: list[float], draws: list[list[float]]) -> Any:
-        how: Any = {"loss": fit.loss, "num_points": fit.num_points, "k": fit.num_free}
+    def interval(
+        estimate: list[float], draws: list[list[float]]
+    ) -> tuple[np.ndarray, np.ndarray]:
         return percentile_intervals(
-            np.log(estimate), np.array(draws), case.level, **how
+            np.log(estimate),
+            np.array(draws),
+            case.level,
+            loss=fit.loss,
+            num_points=fit.num_points,
+            k=fit.num_free,
         )
 
     low, high = np.exp(interval([optimum.num_params, optimum.num_tokens], optima))

@@ -61,7 +61,7 @@ def load_shape(path: str | os.PathLike[str]) -> ModelShape:
         raise ValueError(f"{file}: {error}") from None
 
 
-def describe_huggingface(raw: Mapping[str, Any], *, name: str = "") -> ModelShape:
+def describe_huggingface(raw: Mapping[str, object], *, name: str = "") -> ModelShape:
     """Returns the shape of the model of a parsed `config.json`.
 
     Args:
@@ -93,7 +93,7 @@ def describe_huggingface(raw: Mapping[str, Any], *, name: str = "") -> ModelShap
 
 def _mixture_layers(
     family: Family,
-    raw: Mapping[str, Any],
+    raw: Mapping[str, object],
     experts: Mapping[str, Any],
     num_layers: int,
 ) -> tuple[bool, ...]:
@@ -111,7 +111,7 @@ def _mixture_layers(
 
 
 def _windows(
-    family: Family, raw: Mapping[str, Any], num_layers: int
+    family: Family, raw: Mapping[str, object], num_layers: int
 ) -> tuple[int | None, ...]:
     """Returns the window of every layer, None without one."""
     rule = family.windows
@@ -141,14 +141,14 @@ def _windows(
     return tuple(window if has_window else None for has_window in slides)
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int, low: int = 1) -> int:
+def _size(raw: Mapping[str, object], key: str, default: int, low: int = 1) -> int:
     """Reads a size; null counts as a missing key."""
     value = raw.get(key)
     value = default if value is None else value
     return parse_size(key, value, low=low, high=MAX_SIZE)
 
 
-def family_of(raw: Mapping[str, Any]) -> str:
+def family_of(raw: Mapping[str, object]) -> str:
     """Returns the family, by `model_type`, or else by `architectures`.
 
     Raises:

@@ -6,17 +6,19 @@ Numbers are those of the published checkpoints, or of the papers without checkpo
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxkv.validation import format_unknown_name
 from scaling.shapes import huggingface
 from scaling.shapes.description import ModelShape
 
 
-def _rows(common: dict[str, Any], keys: str, rows: Mapping[str, tuple[Any, ...]]):
+def _rows(
+    common: Mapping[str, object], keys: str, rows: Mapping[str, tuple[object, ...]]
+) -> dict[str, dict[str, object]]:
     names = keys.split()
     return {
-        name: common | dict(zip(names, row, strict=True)) for name, row in rows.items()
+        name: {**common} | dict(zip(names, row, strict=True))
+        for name, row in rows.items()
     }
 
 
@@ -26,7 +28,7 @@ _LLAMA_KEYS = (
 )
 _GPT_KEYS = "n_embd n_layer n_head"
 
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, object]] = {
     # Touvron et al. 2023, arXiv:2302.13971, table 2; 2307.09288; Grattafiori et al.
     # 2024, arXiv:2407.21783, table 3.
     **_rows(

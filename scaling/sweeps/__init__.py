@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         make_sweep,
         nearest_shape,
     )
-    from scaling.sweeps.folder import shared_shape
+    from scaling.sweeps.folder import RecordRow, shared_shape
     from scaling.sweeps.grid import (
         ADAMW,
         Cell,

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PyTree
 
 from jaxkv.models import Params
 from scaling.corpora import Corpus
@@ -211,7 +212,7 @@ def init_runs(runs: Sequence[TrainConfig], is_vmapped: bool) -> BatchedRuns:
 
 
 def _go(
-    call: Callable[..., Any],
+    call: Callable[..., tuple[TrainState, Any]],
     lanes: BatchedRuns,
     schedule: LearningRateSchedule,
     until: int,
@@ -249,7 +250,7 @@ def _go(
 
 def _call(
     runs: Sequence[TrainConfig], corpus: Corpus, is_vmapped: bool
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[TrainState, Any]]:
     """Returns the program as a function of state, schedule and number of steps."""
     first = runs[0]
     program = _program(
@@ -276,7 +277,7 @@ def _schedules(runs: Sequence[TrainConfig], is_vmapped: bool) -> LearningRateSch
     return _stack([LearningRateSchedule.of(run) for run in runs], is_vmapped)
 
 
-def _stack(trees: Sequence[Any], is_vmapped: bool) -> Any:
+def _stack[T: PyTree[Array]](trees: Sequence[T], is_vmapped: bool) -> T:
     if not is_vmapped:
         return trees[0]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

@@ -24,9 +24,10 @@ from jaxkv.models import Params
 from scaling.corpora import AnyCorpus, Corpus, open_corpus
 from scaling.sweeps import branching, grid
 from scaling.sweeps.branching import FinishedRun
+from scaling.sweeps.folder import CurveRow, RecordRow
 from scaling.sweeps.grid import Cell, RunGroup, SweepConfig
 from scaling.sweeps.paused import load_paused, save_paused
-from scaling.training import StreamScore, TrainConfig, score_stream
+from scaling.training import Architecture, StreamScore, TrainConfig, score_stream
 
 _EXIT_TIMEOUT_S = 2.0
 """Duration of the trial of each mode, in seconds."""
@@ -37,15 +38,15 @@ class RunRecord(NamedTuple):
     """A completed run, in the form of a sweep's folder.
 
     Attributes:
-      record: record with the columns of `folder.RECORD`, without the commit.
+      record: record with the columns of `folder.RECORD`; the commit is empty.
       curve: lines of `curves.jsonl`.
       model: config of the model.
       params: parameters as NumPy arrays; None unless done.
     """
 
-    record: dict[str, Any]
-    curve: list[dict[str, Any]]
-    model: Any
+    record: RecordRow
+    curve: list[CurveRow]
+    model: Architecture
     params: Params | None
 
 
@@ -104,7 +105,7 @@ def run_local(
     groups: list[RunGroup],
     corpus: Corpus,
     mode: str,
-    advance: Callable[[int, Any], bool],
+    advance: Callable[[int, Architecture], bool],
     paused: Path,
 ) -> Iterator[RunRecord]:
     """Executes groups in this process, in mode `loop` or `vmap`.
@@ -123,7 +124,7 @@ def run_local(
         if mode == "loop":
             parts = [(lane,) for lane in group.lanes]
 
-        def advance_model(steps: int, model: Any = group.model) -> bool:
+        def advance_model(steps: int, model: Architecture = group.model) -> bool:
             return advance(steps, model)
 
         for lanes in parts:
@@ -221,7 +222,7 @@ def connect_ray(config: SweepConfig) -> Any:
 def run_on_ray(
     config: SweepConfig,
     groups: list[RunGroup],
-    advance: Callable[[int, Any], bool],
+    advance: Callable[[int, Architecture], bool],
 ) -> Iterator[RunRecord]:
     """Executes groups on a Ray cluster, each lane of a group as one task.
 
@@ -282,7 +283,7 @@ def make_record(
     bits = None
     if score is not None and math.isfinite(corpus.bytes_per_token):
         bits = score.loss / math.log(2) / corpus.bytes_per_token
-    record = {
+    record: RecordRow = {
         "run_id": run_id,
         "cell": grid.cell_id(config, run, corpus.digest),
         "status": finished.status,
@@ -309,9 +310,10 @@ def make_record(
         "seed": run.seed,
         "seconds": finished.seconds,
         "device": jax.devices()[0].device_kind,
+        "commit": "",
         "error": finished.error,
     }
-    curve = [
+    curve: list[CurveRow] = [
         {
             "run_id": run_id,
             "step": step,

@@ -13,9 +13,9 @@ removes both. Lines are never changed.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from jaxkv import files
 from jaxkv.files import WriterLock
@@ -56,6 +56,49 @@ RECORD = {
 """Columns of runs.jsonl."""
 
 
+class RecordRow(TypedDict):
+    """A line of runs.jsonl, see `RECORD`."""
+
+    run_id: str
+    cell: str
+    status: str
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_params: int
+    num_params_non_embedding: int
+    num_params_matmul: int
+    num_params_active: int
+    num_steps: int
+    num_tokens: int
+    num_unique_tokens: int
+    epochs: float
+    flops: float
+    flops_6nd: int
+    loss: float | None
+    loss_se: float | None
+    bits_per_byte: float | None
+    decayed: bool
+    learning_rate: float
+    batch_tokens: int
+    seq_len: int
+    seed: int
+    seconds: float
+    device: str
+    commit: str
+    error: str | None
+
+
+class CurveRow(TypedDict):
+    """A line of curves.jsonl."""
+
+    run_id: str
+    step: float
+    num_tokens: float
+    flops: float
+    loss: float
+
+
 def shared_shape(folder: Path) -> dict[str, int | bool]:
     """Reads the common sizes of a sweep's models from its header.
 
@@ -90,7 +133,7 @@ class SweepFolder:
 
     def __init__(self, out: Path):
         self.path = Path(out).absolute()
-        self.known: dict[str, dict[str, Any]] = {}
+        self.known: dict[str, RecordRow] = {}
         self._runs = self.path / RUNS
         self._curves = self.path / CURVES
         self._lock = WriterLock(out)
@@ -133,12 +176,12 @@ class SweepFolder:
             )
         return header
 
-    def write_header(self, header: dict[str, Any]) -> None:
+    def write_header(self, header: Mapping[str, object]) -> None:
         """Replaces sweep.json in one write."""
         text = json.dumps(header, indent=2, default=str)
         files.write_atomically(self.path / SWEEP_FILE, text + "\n")
 
-    def add(self, record: dict[str, Any], curve: Iterable[dict[str, Any]]) -> None:
+    def add(self, record: RecordRow, curve: Iterable[CurveRow]) -> None:
         """Appends a completed run, unless the folder has it.
 
         Raises:
@@ -150,7 +193,7 @@ class SweepFolder:
         self._append(self._runs, [record])
         self.known[record["run_id"]] = record
 
-    def _read(self, path: Path) -> list[dict[str, Any]]:
+    def _read(self, path: Path) -> list[Any]:
         """Reads the complete lines of a file, and truncates a partial last line."""
         if not path.exists():
             return []
@@ -168,7 +211,7 @@ class SweepFolder:
             rows.append(row)
         return rows
 
-    def _append(self, path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    def _append(self, path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         if not data:
             return

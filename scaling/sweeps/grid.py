@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxkv import validation
 from scaling.corpora import STANDARD_LIBRARY, AnyCorpus
@@ -262,7 +262,7 @@ def _deciding(config: SweepConfig, run: TrainConfig, corpus_digest: str) -> dict
     }
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

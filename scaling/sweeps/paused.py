@@ -7,7 +7,6 @@ SHA256SUMS      digest of each file, checked before any is read
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ def save_paused(folder: Path, half: PausedRuns) -> None:
     Raises:
       ValueError: the disk is full.
     """
-    metadata: dict[str, Any] = {"horizon": half.horizon}
+    metadata: dict[str, object] = {"horizon": half.horizon}
     with files.replace_folder(folder) as new:
         for name, lanes in half._asdict().items():
             if isinstance(lanes, BatchedRuns):

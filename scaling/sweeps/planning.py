@@ -3,13 +3,13 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from scaling.sweeps import grid
+from scaling.sweeps.folder import RecordRow
 from scaling.sweeps.grid import Cell, Lane, RunGroup, SweepConfig
 from scaling.training import Architecture
 
-Known = Mapping[str, Mapping[str, Any]]
+type Known = Mapping[str, RecordRow]
 """Existing records by run_id."""
 
 
@@ -60,7 +60,8 @@ def next_groups(
         run_record = record(cell, Lane(rate, first))
         if run_record is None or run_record["status"] != "done":
             return math.inf
-        return run_record["loss"]
+        loss = run_record["loss"]
+        return math.inf if loss is None else loss
 
     best: dict[Cell, float] = {}
     wanted: dict[tuple[Architecture, float], list[int]] = {}
@@ -114,7 +115,7 @@ def unfinished(
 
 def _record(
     config: SweepConfig, records: Known, corpus_digest: str, cell: Cell, lane: Lane
-) -> Mapping[str, Any] | None:
+) -> RecordRow | None:
     """Returns the record of a run, if it exists."""
     run = grid.train_config(config, cell, lane)
     return records.get(grid.run_id(config, run, corpus_digest))

@@ -1,10 +1,11 @@
 """Progress of a sweep: its environment is recorded, and a table has the losses."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxkv.progress import Progress
 from jaxkv.report import describe_machine, format_number
+from scaling.sweeps.folder import RecordRow
 from scaling.sweeps.grid import SweepConfig
 from scaling.sweeps.sweep import SweepOutcome, run_sweep
 
@@ -27,7 +28,7 @@ def run_logged_sweep(
     )
 
 
-def loss_table(records: list[dict[str, Any]]) -> str:
+def loss_table(records: Sequence[RecordRow]) -> str:
     """Returns the best losses so far: model sizes down, tokens or budgets across.
 
     A cell shows the status if all learning rates failed or diverged.
@@ -62,9 +63,13 @@ def loss_table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def format_best_loss(records: list[dict[str, Any]]) -> str:
+def format_best_loss(records: Sequence[RecordRow]) -> str:
     """Returns the best loss of some runs, or the status of the last one."""
-    done = [r["loss"] for r in records if r["status"] == "done"]
+    done = [
+        loss
+        for r in records
+        if r["status"] == "done" and (loss := r["loss"]) is not None
+    ]
     if done:
         return f"{min(done):.4f}"
     return records[-1]["status"] if records else "."

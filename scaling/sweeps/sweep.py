@@ -9,7 +9,7 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from jaxkv.text import ByteTokenizer
 from scaling.corpora import Corpus, CorpusConfig, check_lengths
 from scaling.sweeps import executors, grid, planning
 from scaling.sweeps.executors import ExecutionMode, RunRecord
-from scaling.sweeps.folder import RECORD, SweepFolder
+from scaling.sweeps.folder import RecordRow, SweepFolder
 from scaling.sweeps.grid import RunGroup, SweepConfig
 from scaling.training import Architecture
 
@@ -55,7 +55,7 @@ class SweepOutcome(NamedTuple):
     """
 
     log: Path
-    records: list[dict[str, Any]]
+    records: list[RecordRow]
     skipped: int
     is_stopped: bool
     duration_s: float
@@ -70,9 +70,9 @@ def run_sweep(
     out: Path,
     *,
     commit: str = "",
-    environment: dict[str, Any] | None = None,
+    environment: Mapping[str, object] | None = None,
     progress: Progress = QUIET,
-    report: Callable[[list[dict[str, Any]]], None] = lambda records: None,
+    report: Callable[[list[RecordRow]], None] = lambda records: None,
 ) -> SweepOutcome:
     """Runs a sweep, or its missing runs.
 
@@ -105,7 +105,10 @@ def run_sweep(
     check_lengths(corpus, config.seq_len)
     folder = SweepFolder(out)
     try:
-        header = _header(folder, config, corpus) | (environment or {})
+        header: dict[str, Any] = {
+            **_header(folder, config, corpus),
+            **(environment or {}),
+        }
         skipped = len(folder.known)
         is_stopped = False
         paused = folder.path / PAUSED
@@ -199,7 +202,7 @@ def _run_groups(
 def _keep(
     config: SweepConfig, folder: SweepFolder, run_record: RunRecord, commit: str
 ) -> None:
-    record = run_record.record | {"commit": commit}
+    record: RecordRow = {**run_record.record, "commit": commit}
     if record["run_id"] in folder.known:
         return
     model = run_record.model
@@ -218,5 +221,4 @@ def _keep(
             tokenizer=ByteTokenizer(model.vocab_size) if is_bytes else None,
             overwrite=True,
         )
-    ordered = {name: record[name] for name in RECORD}
-    folder.add(ordered, run_record.curve)
+    folder.add(record, run_record.curve)

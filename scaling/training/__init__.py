@@ -6,7 +6,6 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from scaling.training.architectures import (
-        Architecture,
         count_model_parameters,
         resize_model,
         serving_config,
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
         TrainConfig,
         steps_taken,
     )
-    from scaling.training.recurrent import RecurrentConfig
+    from scaling.training.recurrent import Architecture, RecurrentConfig
     from scaling.training.step import TrainState, compiled_steps, init_train_state
     from scaling.training.training_loop import (
         TrainResult,

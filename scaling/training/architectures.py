@@ -21,11 +21,8 @@ from scaling.costs import (
 )
 from scaling.shapes import describe_config
 from scaling.training import recurrent, transformer_rows
+from scaling.training.recurrent import Architecture
 from scaling.training.transformer_rows import ONE, ForwardOutput
-
-type Architecture = ModelConfig | recurrent.RecurrentConfig
-"""Model config, a hashable static argument; each has `vocab_size`, `hidden_size`,
-`num_layers` and `max_positions`."""
 
 
 @validation.checks_numbers()

@@ -14,12 +14,12 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxkv import models, validation
 from jaxkv.models import Params, run_sequences
@@ -28,6 +28,9 @@ from jaxkv.speculation import EagleConfig, HeadsConfig, head_logits, unroll_draf
 from scaling.corpora import Corpus, draw_windows
 from scaling.training import optimizers
 from scaling.training.recipes import LearningRateSchedule, TrainConfig
+
+type HeadsState = tuple[Params, PyTree[Array]]
+"""Parameters of heads, and moments of the optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ class HeadResult(NamedTuple):
     """
 
     params: Params
-    curve: list[dict[str, Any]]
+    curve: list[dict[str, int | float]]
     status: str
 
 
@@ -163,9 +166,11 @@ def train_heads(
     )
 
     def steps(
-        state: Any, step: Array, num: Array, stream: Array, target: Params
-    ) -> tuple[Any, Array]:
-        def one(index: Array, carry: Any) -> Any:
+        state: HeadsState, step: Array, num: Array, stream: Array, target: Params
+    ) -> tuple[HeadsState, Array]:
+        def one(
+            index: Array, carry: tuple[HeadsState, Array]
+        ) -> tuple[HeadsState, Array]:
             (params, moments), total = carry
             windows = draw_windows(
                 stream,

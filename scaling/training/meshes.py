@@ -5,13 +5,12 @@ gathered again. So a run can continue with another layout.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxkv import validation
 from jaxkv.models import EXPERT, TENSOR, ModelConfig, Params, index_leaves, param_axes
@@ -27,14 +26,19 @@ from jaxkv.parallel import (
 )
 from scaling.costs import Layout, check_layout
 from scaling.shapes import describe_config
+from scaling.training.recurrent import Architecture
 
+type Leaf = Array | np.ndarray | jax.ShapeDtypeStruct
+"""Leaf of a training state."""
 DATA_AXIS = "data"
 PIPELINE = "pipeline"
 """Mesh axes that divide a batch, and the layers."""
 
 
 @validation.checks_numbers()
-def check_trainable(model: Any, layout: Layout, *, sequence_length: int) -> None:
+def check_trainable(
+    model: Architecture, layout: Layout, *, sequence_length: int
+) -> None:
     """Checks that a model can be trained with a layout.
 
     Raises:
@@ -120,14 +124,16 @@ def batch_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(name for name, degree in degrees.items() if degree > 1)
 
 
-def training_param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
+def training_param_specs(
+    model: Architecture, mesh: Mesh, params: Params
+) -> PyTree[PartitionSpec]:
     """Returns the partition specs of a tree of the model's parameters."""
     if not isinstance(model, ModelConfig):
         return jax.tree.map(lambda _: PartitionSpec(), params)
     axes = param_axes(model, stacked=PIPELINE in mesh.shape)
     every = param_specs(axes, mesh, {"layers": PIPELINE})
 
-    def find_spec(path: Any, _: Any) -> PartitionSpec:
+    def find_spec(path: tuple[jax.tree_util.DictKey, ...], _: object) -> PartitionSpec:
         node = every
         for key in path:
             node = node[key.key]
@@ -137,18 +143,20 @@ def training_param_specs(model: Any, mesh: Mesh, params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(find_spec, params)
 
 
-def tree_specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
+def tree_specs(
+    model: Architecture, layout: Layout, mesh: Mesh, tree: PyTree[Leaf]
+) -> PyTree[PartitionSpec]:
     """Returns the partition specs of a tree that contains parameters or moments.
 
     With `layout.zero` every leaf is also divided over devices that replicate it, along
     its first axis that their number divides.
     """
 
-    def of_params(params: Params) -> Params:
+    def of_params(params: Params) -> PyTree[PartitionSpec]:
         specs = training_param_specs(model, mesh, params)
         return jax.tree.map(divide, specs, params) if layout.zero else specs
 
-    def divide(spec: PartitionSpec, x: Any) -> PartitionSpec:
+    def divide(spec: PartitionSpec, x: Leaf) -> PartitionSpec:
         used = {name for name in spec if name}
         over = tuple(name for name in batch_axes(layout) if name not in used)
         num = int(np.prod([mesh.shape[name] for name in over], dtype=int))
@@ -159,13 +167,15 @@ def tree_specs(model: Any, layout: Layout, mesh: Mesh, tree: Any) -> Any:
                 break
         return PartitionSpec(*names)
 
-    def of_any(x: Any) -> Any:
+    def of_any(x: PyTree[Leaf]) -> PyTree[PartitionSpec]:
         return of_params(x) if _is_params(x) else PartitionSpec()
 
     return jax.tree.map(of_any, tree, is_leaf=_is_params)
 
 
-def place_training_tree(model: Any, layout: Layout, tree: Any) -> Any:
+def place_training_tree(
+    model: Architecture, layout: Layout, tree: PyTree[Array | np.ndarray]
+) -> PyTree[Array | np.ndarray]:
     """Divides a tree that contains parameters or moments, by `tree_specs`.
 
     A vocabulary that does not divide is padded with zeros; layers are stacked if stages
@@ -175,7 +185,7 @@ def place_training_tree(model: Any, layout: Layout, tree: Any) -> Any:
         return tree
     mesh = make_training_mesh(layout)
 
-    def fit(params: Params) -> Params:
+    def fit(model: ModelConfig, params: Params) -> Params:
         fitted = fit_params(model, params, layout.tensor)
         if layout.pipeline > 1:
             every = [fitted["layers"][index] for index in range(model.num_layers)]
@@ -190,14 +200,16 @@ def place_training_tree(model: Any, layout: Layout, tree: Any) -> Any:
     )
 
 
-def gather_tree(model: Any, layout: Layout, tree: Any) -> Any:
+def gather_tree(
+    model: Architecture, layout: Layout, tree: PyTree[Array]
+) -> PyTree[Array]:
     """Gathers a tree that `place_training_tree` divided, on every process."""
     if layout.num_devices == 1:
         return tree
     full_sharding = NamedSharding(make_training_mesh(layout), PartitionSpec())
     tree = jax.tree.map(np.asarray, jax.device_put(tree, full_sharding))
 
-    def undo(params: Params) -> Params:
+    def undo(model: ModelConfig, params: Params) -> Params:
         if layout.pipeline > 1:
             (stacked,) = params["layers"].values()
             every = range(model.num_layers)
@@ -213,14 +225,16 @@ def zero_like(x: Int[Array, "..."]) -> Float[Array, ""]:
     return x.reshape(-1)[0].astype(jnp.float32) * 0
 
 
-def _over_params(change: Callable[[Params], Params], model: Any, tree: Any) -> Any:
+def _over_params[T: PyTree[Array | np.ndarray]](
+    change: Callable[[ModelConfig, Params], Params], model: Architecture, tree: T
+) -> T:
     """Applies a function to all parameter trees, or trees like them, in a tree."""
     if not isinstance(model, ModelConfig):
         return tree
     return jax.tree.map(
-        lambda x: change(x) if _is_params(x) else x, tree, is_leaf=_is_params
+        lambda x: change(model, x) if _is_params(x) else x, tree, is_leaf=_is_params
     )
 
 
-def _is_params(x: Any) -> bool:
+def _is_params(x: object) -> bool:
     return isinstance(x, dict) and "layers" in x

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv.models import Params
 from jaxkv.parallel import RING, ULYSSES, zigzag_order
 from scaling.training import meshes, objectives, pipeline
-from scaling.training.architectures import Architecture
 from scaling.training.recipes import StepConfig
+from scaling.training.recurrent import Architecture
 
 type Gradient = Callable[
     [Params, Int[Array, "batch window"]], tuple[Float[Array, ""], Params]
@@ -65,7 +64,9 @@ def divided_gradient(
         specs = meshes.tree_specs(model, undivided, mesh, params)
         grad_specs = meshes.tree_specs(model, layout, mesh, params)
 
-        def of_device(params: Params, tokens: Array, targets: Array) -> Any:
+        def of_device(
+            params: Params, tokens: Array, targets: Array
+        ) -> tuple[Array, Params]:
             # Parameters are cast to varying: otherwise gradients would be summed leaf
             # by leaf for each piece.
             params = jax.tree.map(
@@ -136,7 +137,9 @@ def _mean(
 ) -> tuple[Float[Array, ""], Params]:
     """Returns one device's mean nats and gradient, accumulated over pieces."""
 
-    def plain(params: Params, tokens: Array, targets: Array) -> Any:
+    def plain(
+        params: Params, tokens: Array, targets: Array
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         return objective(
             how.cast(params), tokens, targets, model=model, layout=how.layout
         )
@@ -149,7 +152,9 @@ def _mean(
         (_, nats), grads = of_piece(params, tokens, targets)
         return nats, grads
 
-    def add(total: Any, piece: tuple[Array, Array]) -> tuple[Any, None]:
+    def add(
+        total: tuple[Array, Params], piece: tuple[Array, Array]
+    ) -> tuple[tuple[Array, Params], None]:
         (_, nats), grads = of_piece(params, *piece)
         return jax.tree.map(jnp.add, total, (nats, grads)), None
 

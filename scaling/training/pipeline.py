@@ -16,7 +16,7 @@ arXiv:2104.04473, section 2.2 (1F1B, called PipeDream-Flush).
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,9 @@ from jaxtyping import Array, Float, Int
 from jaxkv import models, validation
 from jaxkv.models import TENSOR, ModelConfig, Params, Transformer, index_leaves
 from scaling.training import meshes, objectives
-from scaling.training.architectures import Architecture
 from scaling.training.meshes import PIPELINE
 from scaling.training.recipes import StepConfig
+from scaling.training.recurrent import Architecture
 from scaling.training.transformer_rows import RowOrientation
 
 
@@ -99,7 +99,7 @@ class _Carry(NamedTuple):
     """Gradient from the stage after, of this stage's output."""
     inputs: Array
     """Inputs of the micro-batches in flight."""
-    grads: Any
+    grads: Params
     nats: Array
 
 
@@ -176,7 +176,9 @@ class _Run(NamedTuple):
         place = jnp.maximum(backward, 0) % self.table.num_stored
         came = lax.dynamic_index_in_dim(inputs, place, 0, keepdims=False)
 
-        def back(came: Array, towards: Array, grads: Params, nats: Array) -> Any:
+        def back(
+            came: Array, towards: Array, grads: Params, nats: Array
+        ) -> tuple[Array, Params, Array]:
             """Runs the micro-batch again, and its backward pass."""
             stage = functools.partial(self._stage, micro=jnp.maximum(backward, 0))
             (_, loss), pull, more = jax.vjp(stage, self.params, came, has_aux=True)

@@ -14,15 +14,15 @@ cuDNN and PyTorch.
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxkv import models, validation
-from jaxkv.models import Params
+from jaxkv.models import ModelConfig, Params
 from scaling.costs import ParameterCounts, Place, Weight, count_weights
 
 NUM_GATES = {"lstm": 4, "gru": 3}
@@ -55,6 +55,11 @@ class RecurrentConfig:
         )
 
 
+type Architecture = ModelConfig | RecurrentConfig
+"""Model config, a hashable static argument; each has `vocab_size`, `hidden_size`,
+`num_layers` and `max_positions`."""
+
+
 def init_recurrent_params(config: RecurrentConfig, key: Array) -> Params:
     """Returns random float32 parameters, nested dicts as of `transformer.init_params`.
 
@@ -64,7 +69,7 @@ def init_recurrent_params(config: RecurrentConfig, key: Array) -> Params:
     """
     c = config
     embed, head, *layers = jax.random.split(key, 2 + c.num_layers)
-    params: dict[str, Any] = {"embed": {"weight": _table(c, embed)}}
+    params: dict[str, PyTree[Array]] = {"embed": {"weight": _table(c, embed)}}
     params["layers"] = [_init_layer(c, layer) for layer in layers]
     if c.norm == "layer":
         params["final_norm"] = _init_norm(c)
@@ -90,7 +95,7 @@ def _init_layer(config: RecurrentConfig, key: Array) -> Params:
     bias = jnp.zeros((gates, h), jnp.float32)
     if config.kind == "lstm":
         bias = bias.at[1].set(jnp.float32(1))
-    layer: dict[str, Any] = {
+    layer: dict[str, dict[str, Array]] = {
         "inputs": {"weight": product(keys[0]), "bias": bias},
         "state": {"weight": product(keys[1])},
     }

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +50,7 @@ class RunFolder:
         another process writes to it.
     """
 
-    def __init__(self, out: Path, described: dict[str, Any], first_step: int):
+    def __init__(self, out: Path, described: Mapping[str, object], first_step: int):
         self._checkpoints = Path(out).absolute() / "checkpoints"
         self._curve = self._checkpoints.with_name(CURVE)
         self._config = self._checkpoints.with_name("config.json")
@@ -108,8 +109,12 @@ class RunFolder:
         raise ValueError(f"{damage[0]}; {advice}")
 
     def go_on(
-        self, last: Path | None, step: int, num_processes: int, layout: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+        self,
+        last: Path | None,
+        step: int,
+        num_processes: int,
+        layout: Mapping[str, object],
+    ) -> list[dict[str, int | float]]:
         """Starts writing from a step on; removes later checkpoints and reports.
 
         Args:
@@ -152,7 +157,7 @@ class RunFolder:
         run = {"first_step": self.first_step, "divided": self._divided}
         return {RUN_FILE: json.dumps(run), CURVE: "".join(self._lines)}
 
-    def report(self, line: dict[str, Any]) -> None:
+    def report(self, line: Mapping[str, int | float]) -> None:
         """Appends a line to the curve.
 
         Raises:
@@ -167,7 +172,7 @@ class RunFolder:
             file.write(text)
         self._lines.append(text)
 
-    def _open(self, out: Path, described: dict[str, Any], first_step: int) -> int:
+    def _open(self, out: Path, described: Mapping[str, object], first_step: int) -> int:
         """Checks the run against the folder's, or starts it; returns its first step."""
         described = json.loads(json.dumps(described))
         before = files.read_json(self._config) if self._config.exists() else None
@@ -227,7 +232,7 @@ def _division(divided: dict[str, Any]) -> str:
     return ",".join([*degrees, f"num_processes={divided['num_processes']}"])
 
 
-def _deciding(run: dict[str, Any]) -> dict[str, Any]:
+def _deciding(run: dict[str, object]) -> dict[str, object]:
     """Removes the layout from a run if it changes only rounding.
 
     With a capacity, or for experts with accumulation, the layout changes dropped rows
@@ -245,7 +250,7 @@ def _deciding(run: dict[str, Any]) -> dict[str, Any]:
     return run | {"how": how | {"layout": layout}}
 
 
-def _differences(before: Any, now: Any, name: str = "") -> list[str]:
+def _differences(before: object, now: object, name: str = "") -> list[str]:
     """Lists the names of values that differ, nested ones with dots."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return [] if before == now else [name]

@@ -6,13 +6,14 @@ of a sweep (learning rate, schedule, seed, number of steps) are arrays.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int, Int32, UInt
+from jaxtyping import Array, Float, Int, Int32, PyTree, UInt
 
 from jaxkv import validation
 from jaxkv.models import ModelConfig, Params, is_selection_bias
@@ -43,7 +44,7 @@ class TrainState(NamedTuple):
     """
 
     params: Params
-    moments: Any
+    moments: PyTree[Array]
     step: Int32[Array, ""]
 
 
@@ -154,7 +155,7 @@ def balance_experts(params: Params, grads: Params, rate: float) -> Params:
     Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1.
     """
 
-    def one(path: Any, param: Array, load: Array) -> Array:
+    def one(path: Sequence[object], param: Array, load: Array) -> Array:
         if not is_selection_bias(path):
             return param
         missing = jnp.mean(load, axis=-1, keepdims=True) - load

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ class TrainResult(NamedTuple):
     """
 
     state: TrainState
-    curve: list[dict[str, Any]]
+    curve: list[dict[str, int | float]]
     checkpoint: Path | None
     status: Literal["done", "stopped", "diverged"]
 
@@ -218,7 +218,7 @@ class _Run:
                 f"{config.model.vocab_size=} must be at least {corpus.vocab_size=}"
             )
         self._state = step.divide_train_state(state, config.model, config.how.layout)
-        self.curve: list[dict[str, Any]] = []
+        self.curve: list[dict[str, int | float]] = []
         self.status: Literal["done", "stopped", "diverged"] = "done"
         self._config = config
         self._first = first_step
@@ -236,7 +236,7 @@ class _Run:
             self._config.model, self._config.how.layout, self._state
         )
 
-    def reports(self) -> Iterator[dict[str, Any]]:
+    def reports(self) -> Iterator[dict[str, int | float]]:
         """Trains to the end; yields a line of the curve after each report interval."""
         config = self._config
         schedule = LearningRateSchedule.of(self._config)
@@ -280,7 +280,7 @@ class _Run:
             self.curve.append(line)
             yield line
 
-    def record_report(self, line: dict[str, Any]) -> None:
+    def record_report(self, line: Mapping[str, int | float]) -> None:
         """Updates the progress display."""
         self._update(line["tokens"])
         self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")

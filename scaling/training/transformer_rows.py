@@ -243,9 +243,9 @@ class RowOrientation(Orientation):
         wide = np.promote_types(x.dtype, np.float32)
         return self.matmul(table, self.gather(x), dtype=wide)
 
-    def attend(
-        self, _: Any, qkv: Projected, angles: Angles | None, carry: Any
-    ) -> tuple[Float[Array, "batch seq heads value_dim"], Any]:
+    def attend[C](
+        self, _: object, qkv: Projected, angles: Angles | None, carry: C
+    ) -> tuple[Float[Array, "batch seq heads value_dim"], C]:
         """Attends within each sequence: a `transformer.Attend`."""
         if isinstance(qkv, LatentProjection):
             assert angles is not None
@@ -256,9 +256,12 @@ class RowOrientation(Orientation):
             if angles is not None:
                 q, k = (models.rotate(x, *angles, self.axis) for x in (q, k))
         heads = [x.reshape(*self.shape, -1, x.shape[-1]) for x in (q, k, v)]
-        how: Any = {"degree": self.layout.ring, "window": self.config.window}
-        how["scale"] = self.config.score_scale
-        attend = functools.partial(ring_attention, **how)
+        attend = functools.partial(
+            ring_attention,
+            degree=self.layout.ring,
+            window=self.config.window,
+            scale=self.config.score_scale,
+        )
         return ulysses_attention(*heads, attend, degree=self.layout.ulysses), carry
 
     def auxiliary(

@@ -19,7 +19,7 @@ import math
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ import numpy as np
 from experiments.bench import peer_process
 from experiments.bench.decode import parts, tables
 from experiments.bench.decode.jaxkv_engine import JaxkvEngine, TurnTiming
+from experiments.bench.decode.tables import DecodeRow
 from experiments.bench.decode.tables import plot as plot
 from experiments.bench.decode.tables import summary as summary
 from experiments.bench.tables import split_details
@@ -178,7 +179,7 @@ class PeerEngine(peer_process.PeerProcess):
         return TurnTiming(**self.ask(question | {"turn_s": turn_s, "reads": reads}))
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: Progress = QUIET) -> list[DecodeRow]:
     """Measures every case with every engine; a stopped run has complete cases only."""
     model = load_benchmark_model(config.model, config.dtype)
     length = max(_length(config, context) for _, context in config.cases)
@@ -188,7 +189,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             f"{config.output_tokens=}, with those of a call, must be at most "
             f"{model.config.max_positions=}"
         )
-    rows: list[dict[str, Any]] = []
+    rows: list[DecodeRow] = []
     fixed: dict[int, parts.StepParts] = {}
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
@@ -253,8 +254,10 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 row |= _floor(model, config, case, row, ceilings)
             if (step := fixed.get(case[0])) is not None:
                 # Attention is the remainder of the step.
-                jaxkv_row |= step._asdict() | {
-                    "attention_s": jaxkv_row["step_s"] - sum(step)
+                jaxkv_row |= {
+                    "products_s": step.products_s,
+                    "sampling_s": step.sampling_s,
+                    "attention_s": jaxkv_row["step_s"] - sum(step),
                 }
             rows += [jaxkv_row, *peer_rows]
     return rows
@@ -274,9 +277,9 @@ def _floor(
     model: LoadedModel,
     config: Config,
     case: tuple[int, int],
-    row: dict[str, Any],
+    row: DecodeRow,
     ceilings: Ceilings,
-) -> dict[str, Any]:
+) -> DecodeRow:
     """Returns the time to read a step's weights, K and V, and its share of the step."""
     shape, (batch, context) = model.config, case
     leaves = jax.tree.leaves(model.params)
@@ -321,9 +324,9 @@ def _bounds(config: Config, batch: int, context: int) -> EngineConfig:
 def _rows(
     config: Config,
     case: tuple[int, int],
-    engines: list[Any],
+    engines: list[JaxkvEngine | PeerEngine],
     timings: dict[str, list[TurnTiming]],
-) -> list[dict[str, Any]]:
+) -> list[DecodeRow]:
     """Returns one row per engine, medians over the turns; jaxkv is the first."""
     batch, context = case
     answers = timings[JaxkvEngine.name][-1].tokens
@@ -332,14 +335,16 @@ def _rows(
         x: [batch * context / t.prefill_s for t in timings[x] if t.prefill_s]
         for x in timings
     }
-    rows: list[dict[str, Any]] = []
+    rows: list[DecodeRow] = []
     for engine in engines:
         name = engine.name
         taken = timings[engine.name]
         rate, spread = median_and_spread(rates[name])
         prefill = statistics.median(reads[name]) if reads[name] else None
         same = zip(answers, taken[-1].tokens, strict=True)
-        row = {
+        ratio, ratio_range = _ratio(rates, name)
+        prefill_ratio, prefill_range = _ratio(reads, name)
+        row: DecodeRow = {
             "implementation": name,
             "batch": batch,
             "prompt_tokens": context,
@@ -357,13 +362,18 @@ def _rows(
             "dtype": engine.dtype,
             "version": engine.version,
             "absent": "",
+            "ratio": ratio,
+            "ratio_range": ratio_range,
+            "prefill_ratio": prefill_ratio,
+            "prefill_ratio_range": prefill_range,
         }
-        row |= _ratio("ratio", rates, name) | _ratio("prefill_ratio", reads, name)
         rows.append(row)
     return rows
 
 
-def _ratio(key: str, rates: dict[str, list[float]], name: str) -> dict[str, Any]:
+def _ratio(
+    rates: dict[str, list[float]], name: str
+) -> tuple[float | None, list[float] | None]:
     """Returns the median and range of the ratio to the best peer of each round."""
     peers = [
         series
@@ -371,10 +381,7 @@ def _ratio(key: str, rates: dict[str, list[float]], name: str) -> dict[str, Any]
         if other != JaxkvEngine.name and series
     ]
     if not peers or not rates[name]:
-        return {key: None, f"{key}_range": None}
+        return None, None
     best = [max(turn_rates) for turn_rates in zip(*peers, strict=True)]
     series = [x / y for x, y in zip(rates[name], best, strict=True)]
-    return {
-        key: statistics.median(series),
-        f"{key}_range": [min(series), max(series)],
-    }
+    return statistics.median(series), [min(series), max(series)]

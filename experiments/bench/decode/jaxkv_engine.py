@@ -14,8 +14,8 @@ import numpy as np
 from experiments.bench import peer_main
 from experiments.harness import CallTimes, host_share, record_call_times
 from jaxkv.engine import EngineConfig, EngineRules, StepInfo
-from jaxkv.memory import Pages
-from jaxkv.models import ForwardResult, LoadedModel
+from jaxkv.memory import Pages, Rows
+from jaxkv.models import Forward, ForwardResult, LoadedModel
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Engine
 from jaxkv.speculation import Method, ModelWeights, build_speculative, parse_speculation
@@ -43,7 +43,7 @@ class TurnTiming(NamedTuple):
 
 
 @contextlib.contextmanager
-def use_forward(engine: Engine, forward: Any, **fields: Any) -> Generator[None]:
+def use_forward(engine: Engine, forward: Forward, **fields: Any) -> Generator[None]:
     """Replaces the forward pass of an engine in the context; new programs are compiled.
 
     Args:
@@ -60,7 +60,7 @@ def use_forward(engine: Engine, forward: Any, **fields: Any) -> Generator[None]:
         engine.static = before
 
 
-def skip_prefill(engine: Engine, forward: Any, num_tokens: int) -> None:
+def skip_prefill(engine: Engine, forward: Forward, num_tokens: int) -> None:
     """Marks the prompts of all waiting requests as prefilled, in one step.
 
     Args:
@@ -120,7 +120,7 @@ class NoOpForward:
 
     vocab_size: int
 
-    def __call__(self, params: Any, pages: Pages, rows: Any) -> ForwardResult:
+    def __call__(self, params: object, pages: Pages, rows: Rows) -> ForwardResult:
         """Returns logits that increase with the token id."""
         level = 1 + jnp.maximum(rows.position[jnp.maximum(rows.logit_rows, 0)], 0)
         token = jnp.arange(self.vocab_size, dtype=jnp.float32)
@@ -239,7 +239,7 @@ class JaxkvEngine:
         num_tokens: int,
         turn_s: float,
         *,
-        forward: Any = None,
+        forward: Forward | None = None,
         note: bool = False,
     ) -> DecodeCount:
         """Decodes after prompts that are not prefilled.

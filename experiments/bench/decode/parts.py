@@ -7,12 +7,13 @@ without the part.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from experiments.bench.decode.jaxkv_engine import DecodeCount, JaxkvEngine, NoOpForward
-from jaxkv.models import LoadedModel, PagedForward
+from jaxkv.memory import Pages
+from jaxkv.models import Forward, LoadedModel, PagedForward
 
 
 class StepParts(NamedTuple):
@@ -28,7 +29,9 @@ class StepParts(NamedTuple):
     sampling_s: float
 
 
-def skip_attention(pages: Any, layer: Any, q: jax.Array, rows: Any, **_: Any) -> Any:
+def skip_attention(
+    pages: Pages, layer: object, q: jax.Array, rows: object, **_: object
+) -> jax.Array:
     """Returns the queries instead of the attention output; K and V are written."""
     return q[..., : pages.layout.value_width]
 
@@ -50,7 +53,7 @@ def measure_parts(
       turn_s: time limit of a turn, in s.
     """
 
-    def step_s(forward: Any) -> float:
+    def step_s(forward: Forward) -> float:
         def turn() -> DecodeCount:
             return engine.decode(prompts, num_tokens, turn_s, forward=forward)
 

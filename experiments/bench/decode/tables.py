@@ -3,7 +3,8 @@
 Rows of older records lack some columns, which are then None.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
@@ -29,14 +30,62 @@ from jaxkv.report import (
     format_rate,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 KEY_COLUMNS = ("implementation", "batch", "prompt_tokens")
-RATIO_COLUMNS = {"decode": "ratio", "prefill": "prefill_ratio"}
-"""Keys of the ratios to the best peer, by phase."""
-TIMELINE_PARTS = {
+type Phase = Literal["decode", "prefill"]
+RATIO_COLUMNS: Mapping[Phase, Literal["ratio", "prefill_ratio"]] = {
+    "decode": "ratio",
+    "prefill": "prefill_ratio",
+}
+RANGE_COLUMNS: Mapping[Phase, Literal["ratio_range", "prefill_ratio_range"]] = {
+    "decode": "ratio_range",
+    "prefill": "prefill_ratio_range",
+}
+RATE_COLUMNS: Mapping[Phase, Literal["decode_tokens_per_s", "prefill_tokens_per_s"]] = {
+    "decode": "decode_tokens_per_s",
+    "prefill": "prefill_tokens_per_s",
+}
+"""Keys of the ratios to the best peer, of their ranges, and of the rates, by phase."""
+type TimelinePart = Literal["products_s", "attention_s", "sampling_s"]
+TIMELINE_PARTS: Mapping[TimelinePart, tuple[str, int]] = {
     "products_s": ("products, norms, KV writes", SKY),
     "attention_s": ("attention", ORANGE),
     "sampling_s": ("scheduling, sampling", GREEN),
 }
+
+
+class DecodeRow(TypedDict, total=False):
+    """Measurements of an engine on a case; older records lack some keys."""
+
+    implementation: str
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    prefill_tokens_per_s: float | None
+    first_token_s: float | None
+    decode_tokens_per_s: float
+    step_s: float
+    occupancy: float | None
+    host_share: float | None
+    compile_s: float
+    peak_bytes: int
+    spread: float
+    same_answers: float
+    dtype: str
+    version: str
+    absent: str
+    ratio: float | None
+    ratio_range: list[float] | None
+    prefill_ratio: float | None
+    prefill_ratio_range: list[float] | None
+    floor_s: float
+    fraction: float | None
+    read_bytes_per_s: float
+    products_s: float
+    sampling_s: float
+    attention_s: float
 
 
 class DecodeRates(ResultTable):
@@ -70,26 +119,22 @@ class DecodeRates(ResultTable):
 REPORTED = ("batch", "prompt_tokens", "decode_tokens_per_s", "prefill_tokens_per_s")
 REPORTED += ("first_token_s", "step_s", "fraction", "occupancy", "host_share")
 REPORTED += ("compile_s", "peak_bytes")
-LACKING = ("occupancy", "first_token_s", "fraction")
+LACKING: DecodeRow = {"occupancy": None, "first_token_s": None, "fraction": None}
 
 
-def fill_missing(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def fill_missing(result: list[DecodeRow]) -> list[DecodeRow]:
     """Returns the rows, with None for missing columns."""
-    return [dict.fromkeys(LACKING) | row for row in result]
+    return [LACKING | row for row in result]
 
 
-def plot(axes: Any, result: list[dict[str, Any]]) -> None:
+def plot(axes: np.ndarray, result: list[DecodeRow]) -> None:
     """Draws tokens per second, ratios with their range, and the parts of a step."""
     decode, prefill, ratios, spent = axes
     names = list(dict.fromkeys(x["implementation"] for x in result))
     jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
-    for ax, kind in ((decode, "decode"), (prefill, "prefill")):
+    for ax, (kind, key) in zip((decode, prefill), RATIO_COLUMNS.items(), strict=True):
         _draw_rates(ax, kind, result, names)
-        engine_ratios = [
-            x[RATIO_COLUMNS[kind]]
-            for x in jaxkv_rows
-            if x[RATIO_COLUMNS[kind]] is not None
-        ]
+        engine_ratios = [ratio for x in jaxkv_rows if (ratio := x[key]) is not None]
         if engine_ratios:
             low = min(engine_ratios)
             high = max(engine_ratios)
@@ -101,22 +146,22 @@ def plot(axes: Any, result: list[dict[str, Any]]) -> None:
     _draw_parts(spent, [x for x in jaxkv_rows if "products_s" in x])
 
 
-def _label(row: dict[str, Any]) -> str:
+def _label(row: DecodeRow) -> str:
     return f"{row['batch']:,}\n{row['prompt_tokens']:,}"
 
 
 def _draw_rates(
-    ax: Any, kind: str, result: list[dict[str, Any]], names: list[str]
+    ax: "Axes", kind: Phase, result: list[DecodeRow], names: list[str]
 ) -> None:
-    rows = [x for x in result if x[f"{kind}_tokens_per_s"] is not None]
+    key = RATE_COLUMNS[kind]
+    rows = [x for x in result if x[key] is not None]
     cases = list(dict.fromkeys(map(_label, rows)))
     width = 0.84 / max(1, len(names))
     for i, name in enumerate(names):
         selected = [x for x in rows if x["implementation"] == name]
         places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in selected]
-        rates = [x[f"{kind}_tokens_per_s"] for x in selected]
-        look = {"label": name} | system_style(name).bar
-        bars = ax.bar(places, rates, 0.94 * width, **look)
+        rates = [rate for x in selected if (rate := x[key]) is not None]
+        bars = ax.bar(places, rates, 0.94 * width, label=name, **system_style(name).bar)
         ax.bar_label(bars, [*map(format_rate, rates)], padding=2, rotation=90)
     ax.margins(y=0.22)
     ax.set(title=f"Rates of {kind}", ylabel=f"{kind} [tokens/s]")
@@ -125,21 +170,25 @@ def _draw_rates(
         ax.legend()
 
 
-def _name_cases(ax: Any, cases: list[str]) -> None:
+def _name_cases(ax: "Axes", cases: list[str]) -> None:
     ax.set_xticks(range(len(cases)), cases)
     ax.set_xlabel("top: batch [sequences]; bottom: context of each [tokens]")
     ax.tick_params(axis="x", length=0)
 
 
-def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
+def _draw_ratios(ax: "Axes", jaxkv_rows: list[DecodeRow]) -> None:
     cases = [_label(x) for x in jaxkv_rows]
     faster = []
     looks = zip(RATIO_COLUMNS.items(), ((BLUE, "o"), (SKY, "s")), strict=True)
     for (kind, key), (color, marker) in looks:
-        indexed_rows = [(i, x) for i, x in enumerate(jaxkv_rows) if x[key] is not None]
-        values = [x[key] for _, x in indexed_rows]
-        ends = [x.get(f"{key}_range") or [x[key]] * 2 for _, x in indexed_rows]
-        place = [i + (0.12 if kind == "prefill" else -0.12) for i, _ in indexed_rows]
+        points = [
+            (i + (0.12 if kind == "prefill" else -0.12), ratio, x)
+            for i, x in enumerate(jaxkv_rows)
+            if (ratio := x[key]) is not None
+        ]
+        place = [at for at, *_ in points]
+        values = [ratio for _, ratio, _ in points]
+        ends = [x.get(RANGE_COLUMNS[kind]) or [y] * 2 for _, y, x in points]
         look = {"marker": marker, "linestyle": "", "markersize": 6}
         draw_curve(ax, place, values, color, kind, **look)
         for x, (low, high) in zip(place, ends, strict=True):
@@ -153,14 +202,22 @@ def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
     ax.legend()
 
 
-def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
+def _draw_parts(ax: "Axes", jaxkv_rows: list[DecodeRow]) -> None:
     bottom = np.zeros(len(jaxkv_rows))
     for hatch, (key, (name, color)) in zip(
         ("", "//", ".."), TIMELINE_PARTS.items(), strict=True
     ):
         shares = [100 * max(0.0, x[key]) / x["step_s"] for x in jaxkv_rows]
-        look = {"color": plotting.colors()[color], "hatch": hatch, "edgecolor": "white"}
-        ax.bar(range(len(jaxkv_rows)), shares, 0.7, bottom, label=name, **look)
+        ax.bar(
+            range(len(jaxkv_rows)),
+            shares,
+            0.7,
+            bottom,
+            label=name,
+            color=plotting.colors()[color],
+            hatch=hatch,
+            edgecolor="white",
+        )
         bottom += shares
     title = "Parts of a decode step"
     if jaxkv_rows:
@@ -172,7 +229,7 @@ def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
     _name_cases(ax, [_label(x) for x in jaxkv_rows])
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[DecodeRow]) -> list[ReportPart]:
     """Tabulates the rates of all engines, and details of jaxkv."""
     if not result:
         return []
@@ -207,17 +264,18 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
         lines = []
         for selected in jaxkv_rows:
             case = selected["batch"], selected["prompt_tokens"]
-            if selected[key] is None:
+            ratio = selected[key]
+            if ratio is None:
                 continue
             rates = [
-                format_rate(x[f"{kind}_tokens_per_s"])
+                format_rate(x[RATE_COLUMNS[kind]])
                 for x in result
                 if (x["batch"], x["prompt_tokens"]) == case
             ]
-            ends = selected.get(f"{key}_range")
+            ends = selected.get(RANGE_COLUMNS[kind])
             span = "" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
             sizes = [f"{x:,}" for x in case]
-            lines.append([*sizes, *rates, f"{selected[key]:.2f}", span])
+            lines.append([*sizes, *rates, f"{ratio:.2f}", span])
         parts.append(Sheet(f"{kind}, tokens per second", heads, lines))
     absent = result[0]["absent"]
     shown = (*KEY_COLUMNS, "version", "spread", "same_answers")

@@ -34,7 +34,7 @@ class KernelEvent(NamedTuple):
     duration_ns: float
 
 
-def profile_decode(size: str, name: str) -> dict[str, Any]:
+def profile_decode(size: str, name: str) -> dict[str, object]:
     """Decodes under the profiler; returns counts and times per step."""
     is_real = size == "gpu"
     shape = RANDOM_SHAPES["random-8b" if is_real else "random-tiny"]

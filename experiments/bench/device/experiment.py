@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.bench.decode import timeline
 from experiments.bench.device import worker
@@ -25,6 +25,9 @@ from jaxkv.plotting import BLUE, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import OUT, ReportPart, Sheet
 from pallas_kernels.bench import SETS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PARTS_FILE = "pieces.jsonl"
 """File in the folder with the recorded pieces, one per line."""
@@ -167,7 +170,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 
 def answer_pieces(
-    words: tuple[Any, ...], names: Sequence[str], limits_s: tuple[float, float]
+    words: tuple[str, str, Path], names: Sequence[str], limits_s: tuple[float, float]
 ) -> Iterator[dict[str, Any]]:
     """Measures pieces in a `worker` process.
 
@@ -231,7 +234,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     return sheets
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: "Axes", result: list[dict[str, Any]]) -> None:
     """Draws the number of recorded pieces by part."""
     done = [x["part"] for x in result if x["found"] is not None]
     counts = [*map(done.count, BENCH_PARTS)]

@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -42,6 +42,9 @@ from scaling.fits import (
     solve_weightings,
 )
 from scaling.laws import CHINCHILLA, simulate_isoflop_runs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 JAXKV = "jaxkv"
 FIRST_CALL = "jaxkv, first call"
@@ -104,6 +107,21 @@ CONFIGS = {
 }
 
 
+FitTime = TypedDict(
+    "FitTime",
+    {
+        "method": str,
+        "seconds": float,
+        "worst_excess": float,
+        "ratio": float,
+        "resamples": int,
+        "points": int,
+        "above_1e-9": int,
+    },
+)
+"""Time of a method; its values are in the order of `FitTimes`."""
+
+
 class LossRuns(NamedTuple):
     """Logarithms of parameters, tokens and losses."""
 
@@ -116,7 +134,7 @@ class LossRuns(NamedTuple):
         return LossRuns(*(column[rows] for column in self))
 
 
-def objective(x: Any, runs: LossRuns, library: Any = np) -> Any:
+def objective(x: np.ndarray, runs: LossRuns, library: Any = np) -> Any:
     """Returns the Huber loss of the log residuals for `ln A, ln B, ln E, alpha, beta`.
 
     Args:
@@ -154,7 +172,7 @@ def value_and_gradient(x: np.ndarray, runs: LossRuns) -> tuple[float, np.ndarray
     return float(np.sum(clipped * (error - 0.5 * clipped))), gradient
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: Progress = QUIET) -> list[FitTime]:
     """Times all methods on the same pieces; a stopped run has complete pieces."""
     data = simulate_isoflop_runs(config.num_points)
     law = CHINCHILLA
@@ -172,7 +190,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
         centre = problem.runs.centre
         return _logged(laws.coefficients(law, ends.coordinates, centre))
 
-    def bfgs(call: Any, jac: Any) -> Callable[[np.ndarray], np.ndarray]:
+    def bfgs(
+        call: Callable[..., object], jac: Callable[..., np.ndarray] | bool | None
+    ) -> Callable[[np.ndarray], np.ndarray]:
         def end(row: np.ndarray) -> np.ndarray:
             args = (runs.resample(row),)
             return optimize.minimize(call, start, args=args, method="BFGS", jac=jac).x
@@ -213,7 +233,7 @@ def _rows(
     ends: dict[str, np.ndarray],
     seconds: dict[str, float],
     first_s: float,
-) -> list[dict[str, Any]]:
+) -> list[FitTime]:
     num = len(ends[JAXKV])
     samples = [runs.resample(row) for row in draws[:num]]
     objectives = {
@@ -225,7 +245,7 @@ def _rows(
     rows = []
     for method, (name, taken_s, resamples) in done.items():
         excess = objectives[name] - lowest
-        row = {
+        row: FitTime = {
             "method": method,
             "seconds": taken_s,
             "worst_excess": float(excess.max()),
@@ -238,7 +258,7 @@ def _rows(
     return rows
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: "Axes", result: list[FitTime]) -> None:
     """Draws the time of every method."""
     taken = [row["seconds"] for row in result]
     labels = [
@@ -257,7 +277,7 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
 metrics = functools.partial(split_details, names=("method",), details=DETAILS)
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[FitTime]) -> list[ReportPart]:
     """Tabulates times and excesses."""
     if not result:
         return []

@@ -6,12 +6,14 @@ in this file.
 """
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
 
 from experiments.harness import MAX_ERROR, implementations_of
 from pallas_kernels import bench, row_packing
@@ -51,11 +53,20 @@ def check_names(size: str) -> list[str]:
     return [*shapes_to_check(size), *features, *FORMULAS]
 
 
-def check_kernel(size: str, name: str) -> dict[str, Any]:
+class KernelCheck(TypedDict, total=False):
+    """Result of an implementation: `error` and `right`, or `note` after a failure."""
+
+    implementation: str
+    error: float
+    right: bool
+    note: str
+
+
+def check_kernel(size: str, name: str) -> dict[str, list[KernelCheck]]:
     """Returns the errors of all implementations, and whether each is within its limit.
 
     Returns:
-      By implementation `error` and `right`, or a `note` with the reason for a failure.
+      The checks under the key `implementations`.
     """
     feature, _, kind = name.partition("-")
     if name in FORMULAS:
@@ -79,7 +90,7 @@ def check_kernel(size: str, name: str) -> dict[str, Any]:
         )
     rows = []
     for name in implementations:
-        row: dict[str, Any] = {"implementation": name}
+        row: KernelCheck = {"implementation": name}
         try:
             deviation = error(name)
             row |= {"error": deviation, "right": bool(deviation <= max_error)}
@@ -173,10 +184,12 @@ def _flash(size: str, *, window: int | None = None, gradient: bool = False) -> C
         for num in (heads, kv_heads, kv_heads, heads)
     ]
 
-    def call(attend: Callable[..., Any], **options: Any) -> Any:
+    def call(
+        attend: Callable[..., Sequence[Array]], **options: object
+    ) -> Callable[..., Sequence[Array]]:
         attend = functools.partial(attend, window=window, **options)
 
-        def pull(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
+        def pull(q: Array, k: Array, v: Array, cotangent: Array) -> Sequence[Array]:
             out = attend(q, k, v)
             if not gradient:
                 return out
@@ -194,7 +207,7 @@ def _flash(size: str, *, window: int | None = None, gradient: bool = False) -> C
     return ("reference", "cudnn"), error, max_error
 
 
-def _worst(arrays: Iterable[Any], wanted: Iterable[Any]) -> float:
+def _worst(arrays: Iterable[ArrayLike], wanted: Iterable[ArrayLike]) -> float:
     """Returns the largest relative error of several arrays; NaN if an array has one."""
     errors = []
     for x, y in zip(arrays, map(np.asarray, wanted), strict=True):

@@ -141,7 +141,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 )
                 rows += [_row(spec, x, True) | {"note": absent[x]} for x in absent]
             gc.collect()  # frees arrays of failed implementations
-    head: dict[str, Any] = {
+    head: dict[str, object] = {
         "device": target.kind,
         "ceilings": ceilings._asdict(),
         "peers": {peer.name: peer.version for peer in peers},
@@ -151,7 +151,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return [head, *rows]
 
 
-def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
+def metrics(result: list[dict[str, Any]]) -> dict[str, object]:
     """Returns the device, its ceilings, timed rows, and rows without a time."""
     head, *rows = result
     timed = [row for row in rows if row["seconds"] is not None]
@@ -225,7 +225,7 @@ class _Measurement:
                 row["ratio"] = min(peers) / row["seconds"]
         return rows
 
-    def _time(self, spec: Spec | GroupedSpec, run: KernelRun) -> dict[str, Any]:
+    def _time(self, spec: Spec | GroupedSpec, run: KernelRun) -> dict[str, object]:
         """Checks and times a run; returns the fields of its row."""
         error = run.error()
         if not error <= MAX_ERROR[spec.dtype]:

@@ -5,7 +5,7 @@ print(report.kernel_table(Path("experiments/records/bench_kernels")))
 
 import collections
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from jaxkv.report import (
     read_run,
 )
 from pallas_kernels.bench import Ceilings
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CLOCKS = {
     "cupti": "Times are kernel times (CUPTI) with cold caches.",
@@ -121,7 +124,7 @@ def _reached(ceilings: Ceilings) -> dict[str, str]:
     }
 
 
-def plot(axes: Any, result: list[dict[str, Any]]) -> None:
+def plot(axes: np.ndarray, result: list[dict[str, Any]]) -> None:
     """Draws the speed relative to the best peer, and the share of the floor, by shape.
 
     Args:
@@ -150,7 +153,7 @@ type Fastest = list[dict[str, Any] | None]
 """Fastest row of every shape, of this project or of peers."""
 
 
-def _draw_speeds(ax: Any, jaxkv_best: Fastest, peers: Fastest) -> None:
+def _draw_speeds(ax: "Axes", jaxkv_best: Fastest, peers: Fastest) -> None:
     """Draws the time of the best peer over that of jaxkv, for shapes that have both."""
     both = [
         (i, peer["seconds"] / selected["seconds"])
@@ -172,7 +175,7 @@ def _draw_speeds(ax: Any, jaxkv_best: Fastest, peers: Fastest) -> None:
     ax.legend()
 
 
-def _draw_floors(ax: Any, jaxkv_best: Fastest, peers: Fastest) -> None:
+def _draw_floors(ax: "Axes", jaxkv_best: Fastest, peers: Fastest) -> None:
     """Draws the least possible time as a share of the time, by side."""
     medians = []
     for rows, name, label in (

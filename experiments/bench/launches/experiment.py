@@ -12,18 +12,25 @@ import functools
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from jaxkv import scheduling, validation
 from jaxkv.engine import EngineConfig, init, run_steps
-from jaxkv.models import ModelConfig, PagedForward, make_model_pages, param_shapes
+from jaxkv.models import (
+    ModelConfig,
+    PagedForward,
+    Params,
+    make_model_pages,
+    param_shapes,
+)
 from jaxkv.plotting import set_labels, system_style
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -49,6 +56,9 @@ from pallas_kernels.bench import (
     unavailable_reason,
     walk_thunks,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TARGET_DEVICE = "NVIDIA H200"
 STEP_PARTS = tuple("counts schedule apply_plan pack advance emit retire info".split())
@@ -258,7 +268,9 @@ def run(config: Config, progress: Progress = QUIET) -> Launches:
     return Launches(counts, waits, CompileTimes.of(compiled), cached, *memory_sizes)
 
 
-def _program(config: Config, depth: int) -> tuple[Any, tuple[Any, ...], int]:
+def _program(
+    config: Config, depth: int
+) -> tuple[Callable[..., object], tuple[PyTree[jax.ShapeDtypeStruct], ...], int]:
     """Returns `run_steps`, the shapes of its arguments, and the bytes of K and V."""
     model = config.model(depth)
     engine = config.engine()
@@ -322,7 +334,7 @@ def scope_of(thunk: Thunk) -> str:
     return "/".join(names)
 
 
-def weight_copies(text: str, params: Any) -> int:
+def weight_copies(text: str, params: Params) -> int:
     """Counts copies of arrays of a weight's shape in an optimized program."""
     weights = {
         f"bf16[{','.join(map(str, x.shape[lead:]))}]"
@@ -368,7 +380,7 @@ def summary(result: Launches) -> list[Sheet]:
     return [*metric_sheets(to_plain(shown))]
 
 
-def plot(ax: Any, result: Launches) -> None:
+def plot(ax: "Axes", result: Launches) -> None:
     """Draws the launches of each part of a step, grouped by path."""
     paths = list(dict.fromkeys(result.counts.path.tolist()))
     shown = ["layer", "forward", *STEP_PARTS, "other"]

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from jaxkv.simulation import Capacity, Cost, ProgramSizes, SimulationMember, par
 from jaxkv.simulation import MemberBatch as Runner
 from jaxkv.workloads import SHAREGPT, Workload, make_workload
 from scaling.costs import LinearCost, figure_12_cost
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SPEED_KEYS = ("steps_per_s", "steps_per_s_vmapped", "steps_per_s_python")
 SPEED_NAMES = {
@@ -96,7 +99,7 @@ CONFIGS = {
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: Progress = QUIET) -> list[dict[str, float]]:
     """Times all systems, round after round; a stopped run has complete rounds."""
     all_members = make_members(config)
     rows = []
@@ -161,7 +164,7 @@ def _runner(group: list[SimulationMember], config: Config) -> Runner:
     return runner
 
 
-def _rate(work: Callable[..., float], *args: Any) -> tuple[float, float]:
+def _rate(work: Callable[..., float], *args: object) -> tuple[float, float]:
     """Returns steps per second of wall-clock time, and per second of processor time."""
     start = time.perf_counter()
     cpu = time.process_time()
@@ -233,7 +236,7 @@ def to_price(cost: Cost) -> plain_scheduler.Price:
     return seconds
 
 
-def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
+def metrics(result: list[dict[str, float]]) -> dict[str, Any]:
     """Returns medians over the rounds, and their ratios."""
     if not result:
         return dict.fromkeys(SPEED_KEYS)
@@ -243,7 +246,7 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     return medians | {"ratio": statistics.median(ratios), "rounds": len(result)}
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[dict[str, float]]) -> list[ReportPart]:
     """Tabulates the rates."""
     if not result:
         return []
@@ -263,7 +266,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     return [Sheet("steps of a scheduler in a second", heads, lines, note)]
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: "Axes", result: list[dict[str, float]]) -> None:
     """Draws the rates of one run, of mapped runs, and of plain Python."""
     numbers = metrics(result)
     values = [(numbers[name] or 0.0) / 1000 for name in SPEED_KEYS]

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -51,6 +51,9 @@ from scaling.calibration import (
     take_draws,
 )
 from scaling.cli import find_measured_runs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PEER_SCRIPT = Path(__file__).with_name("peer_script.py")
 PUBLISHED_ERRORS = (
@@ -169,7 +172,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     posterior = load_posterior(config.coefficients or PUBLISHED_SERVERS)
     posterior = take_draws(posterior, config.draws)
     stages = find_stages(config)
-    rows: list[list[Any]] = []
+    rows: list[list[object]] = []
     with contextlib.ExitStack() as stack:
         systems = _own_systems(posterior) | _start_peers(config, stack)
         for stage in progress.track(stages, "stages", "stages"):
@@ -247,7 +250,7 @@ def _start_peers(config: Config, stack: contextlib.ExitStack) -> dict[str, Syste
     return {f"{peer.name} ({peer.version})": make_system(peer) for peer in processes}
 
 
-def make_question(stage: MeasuredStage) -> dict[str, Any]:
+def make_question(stage: MeasuredStage) -> dict[str, object]:
     """Returns the question of `peer_script` for the requests that jaxkv simulates."""
     load = make_stage_load(stage)
     w = load.workload
@@ -274,7 +277,7 @@ def _compare(
     posterior: ServerPosterior,
     rounds: int,
     progress: Progress,
-) -> list[list[Any]]:
+) -> list[list[object]]:
     """Returns a row for each system; none if stopped before the last round."""
     answers: dict[str, list[StageAnswer]] = {name: [] for name in systems}
     absent: dict[str, str] = {}
@@ -339,7 +342,7 @@ def summary(result: Result) -> list[ReportPart]:
     return [*parts, Sheet("published errors", heads, PUBLISHED_ERRORS, NOT_RUN)]
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(ax: "Axes", result: Result) -> None:
     """Draws the time of every system for the first stage."""
     answers = result.answers
     if len(answers):

@@ -12,7 +12,7 @@ import functools
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from jaxkv.report import (
 )
 from scaling import training
 from scaling.corpora import VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 KEY_COLUMNS = ("implementation", "width")
 DETAILS = ("spread", "loss_gap", "optimizer", "ceiling_flops_per_s", "mfu", "version")
@@ -97,6 +100,24 @@ CONFIGS = {
 }
 
 
+class TrainingRow(TypedDict):
+    """Measurements of a system at a width."""
+
+    implementation: str
+    width: int
+    tokens_per_s: float
+    flops_per_s: float
+    compile_s: float
+    ratio: float | None
+    spread: float
+    loss_gap: float
+    optimizer: str
+    ceiling_flops_per_s: float
+    mfu: float | None
+    version: str
+    absent: str
+
+
 class TrainingRates(ResultTable):
     """Columns of the report; each is a key of the rows."""
 
@@ -124,9 +145,9 @@ REPORTED = ("width", "implementation", "tokens_per_s", "ratio", "spread", "flops
 REPORTED += ("of_products", "compile_s", "loss_gap", "optimizer")
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: Progress = QUIET) -> list[TrainingRow]:
     """Times every width with all systems; a stopped run has complete widths."""
-    rows: list[dict[str, Any]] = []
+    rows: list[TrainingRow] = []
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
         rivals, absent = peer_process.start_peers(
@@ -139,7 +160,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
                 other.prepare(trainer, config.seconds)
             return [trainer, *rivals]
 
-        for width, systems, rates in measure_in_turns(
+        for width, (trainer, *_), rates in measure_in_turns(
             config.width,
             config.rounds,
             begin,
@@ -148,8 +169,9 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             bar_label="training",
             case_name="width",
         ):
-            reason = {"absent": peer_process.format_absent(absent)}
-            rows += [row | reason for row in _rows(config, width, systems, rates)]
+            assert isinstance(trainer, JaxkvTrainer)  # `begin` lists it first
+            reason = peer_process.format_absent(absent)
+            rows += _rows(config, width, trainer, rivals, rates, reason)
     return rows
 
 
@@ -178,13 +200,17 @@ def _make_trainer(config: Config, width: int) -> JaxkvTrainer:
 
 
 def _rows(
-    config: Config, width: int, systems: list[Any], rates: dict[str, list[float]]
-) -> Iterator[dict[str, Any]]:
-    trainer, *rivals = systems
+    config: Config,
+    width: int,
+    trainer: JaxkvTrainer,
+    rivals: list[PyTorchTrainer],
+    rates: dict[str, list[float]],
+    absent: str,
+) -> Iterator[TrainingRow]:
     ceiling = peers.product_rate(config.dtype)
     # Ratios are to eager PyTorch, the first peer.
     peer = statistics.median(rates[rivals[0].name]) if rivals else None
-    for one in systems:
+    for one in (trainer, *rivals):
         rate, spread = median_and_spread(rates[one.name])
         yield {
             "implementation": one.name,
@@ -199,10 +225,11 @@ def _rows(
             "ceiling_flops_per_s": ceiling,
             "mfu": trainer.utilisation(rate),
             "version": one.version,
+            "absent": absent,
         }
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: "Axes", result: list[TrainingRow]) -> None:
     """Draws tokens per second against the width."""
     rates = TrainingRates.of(result)
     for name in rates.distinct("implementation"):
@@ -227,7 +254,7 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
 metrics = functools.partial(split_details, names=KEY_COLUMNS, details=DETAILS)
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[TrainingRow]) -> list[ReportPart]:
     """Tabulates the rates of all systems, relative to matrix products."""
     if not result:
         return []

@@ -4,7 +4,7 @@ import functools
 import math
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,11 @@ class JaxkvTrainer:
     optimizer = "optax"
 
     def __init__(
-        self, model: ModelConfig, batch_size: int, seq_len: int, dtype: Any = "float32"
+        self,
+        model: ModelConfig,
+        batch_size: int,
+        seq_len: int,
+        dtype: Literal["float32", "bfloat16"] = "float32",
     ):
         self.model = model
         self._dtype = dtype

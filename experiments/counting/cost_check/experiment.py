@@ -9,16 +9,17 @@ some residuals and never holds all of them at once, so no formula predicts that 
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PyTree
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from jaxkv import models, validation
-from jaxkv.models import ModelConfig, param_shapes
+from jaxkv.models import ModelConfig, Params, param_shapes
 from jaxkv.plotting import (
     BLUE,
     GREEN,
@@ -40,6 +41,9 @@ from scaling.costs import (
 )
 from scaling.shapes import describe_config
 from scaling.training import token_losses
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _KEPT_SEQUENCE = 256
 """Tokens of a sequence whose residuals are counted: more than one attention tile,
@@ -100,19 +104,45 @@ _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
 
 PANEL_SIZE_INCHES = (6.8, 3.2)
 
+
+class CountRow(TypedDict):
+    """Formulas and counts of a model."""
+
+    family: str
+    params: int
+    params_jax: int
+    forward_flops: float
+    forward_flops_xla: float
+    training_flops: float
+    training_flops_xla: float
+    kept_bytes: int
+    kept_bytes_vjp: int
+    xla_temporary_bytes: int
+
+
+type Quantity = Literal[
+    "params",
+    "params_jax",
+    "forward_flops",
+    "forward_flops_xla",
+    "training_flops",
+    "training_flops_xla",
+    "kept_bytes",
+    "kept_bytes_vjp",
+]
 CONFIGS = {
     "real": Config(),
     "smoke": Config(num_layers=1, families=("qwen3",)),
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: Progress = QUIET) -> list[CountRow]:
     """Counts every model; a run that is stopped early has the completed ones."""
     families = progress.track(config.families, "models", "models")
     return [_row(config, family) for family in families]
 
 
-def _row(config: Config, family: str) -> dict[str, Any]:
+def _row(config: Config, family: str) -> CountRow:
     sizes: dict[str, Any] = {
         "vocab_size": 256,
         "hidden_size": config.hidden_size,
@@ -148,7 +178,7 @@ def _row(config: Config, family: str) -> dict[str, Any]:
 def _compiled(model: ModelConfig, config: Config, kind: str) -> Any:
     """Compiles the forward pass, or the gradient of the mean loss, from shapes."""
 
-    def loss(params: Any, windows: Any) -> Any:
+    def loss(params: Params, windows: Array) -> Array:
         return jnp.mean(token_losses(params, windows, model=model))
 
     width = config.sequence + (kind == "grad")  # the last token is predicted only
@@ -161,7 +191,7 @@ def _compiled(model: ModelConfig, config: Config, kind: str) -> Any:
 def _count_vjp_bytes(model: ModelConfig, sequence: int, batch: int) -> int:
     """Returns the bytes that the vjp of the forward pass holds, weights included."""
 
-    def pull(params: Any, tokens: Any) -> Any:
+    def pull(params: Params, tokens: Array) -> PyTree[Array]:
         forward = functools.partial(models.logits, tokens=tokens, config=model)
         return jax.vjp(forward, params)[1]
 
@@ -171,22 +201,21 @@ def _count_vjp_bytes(model: ModelConfig, sequence: int, batch: int) -> int:
 
 
 @claims_file(__file__).judge
-def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
+def claims(result: list[CountRow]) -> Iterator[MeasuredValue]:
     """Compares the formulas with the counts."""
     for row in result:
         yield measured("parameters", row["params"], published=row["params_jax"], **row)
         for phase in ("forward", "training"):
-            name = f"{phase}_flops"
-            counted = row[f"{name}_xla"]
+            formula, count = COUNT_PAIRS[phase]
             yield measured(
-                "operations", row[name], published=counted, phase=phase, **row
+                "operations", row[formula], published=row[count], phase=phase, **row
             )
         yield measured(
             "kept", row["kept_bytes"], published=row["kept_bytes_vjp"], **row
         )
 
 
-COUNT_PAIRS = {
+COUNT_PAIRS: Mapping[str, tuple[Quantity, Quantity]] = {
     "parameters": ("params", "params_jax"),
     "forward": ("forward_flops", "forward_flops_xla"),
     "training": ("training_flops", "training_flops_xla"),
@@ -195,13 +224,13 @@ COUNT_PAIRS = {
 """Formula and count of each quantity."""
 
 
-def formula_over_count(row: dict[str, Any], quantity: str) -> float:
+def formula_over_count(row: CountRow, quantity: str) -> float:
     """Returns the ratio of formula to count for one of `COUNT_PAIRS`."""
     formula, count = COUNT_PAIRS[quantity]
     return row[formula] / row[count]
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[CountRow]) -> list[ReportPart]:
     """Tabulates formulas and counts."""
     rows = [
         (
@@ -230,7 +259,7 @@ MARKER_STYLES = (
 """Colour and marker of the families, in order."""
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: "Axes", result: list[CountRow]) -> None:
     """Draws the ratio of formula to count."""
     places = np.arange(len(COUNT_PAIRS))
     off = [0.0]

@@ -1,7 +1,9 @@
 """Figure of the lectures' numbers: latencies, KV caches and batches."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from experiments.counting.lecture_numbers.bounds import (
     BATCH_SIZES,
@@ -19,8 +21,11 @@ from jaxkv.plotting import (
     use_powers_of_two,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-def plot(axes: Any, result: Result) -> None:
+
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws latencies, operations of attention, and intensity by batch size."""
     latencies, growth, intensity = axes
     _latencies(latencies, result.latencies)
@@ -28,7 +33,7 @@ def plot(axes: Any, result: Result) -> None:
     _intensity(intensity, result)
 
 
-def _latencies(ax: Any, latencies: LatencyBounds) -> None:
+def _latencies(ax: "Axes", latencies: LatencyBounds) -> None:
     """Draws the quoted latency and the bound of every model, with their ratio."""
     places = range(len(latencies.model))
     shares = []
@@ -51,7 +56,7 @@ def _latencies(ax: Any, latencies: LatencyBounds) -> None:
     ax.legend()
 
 
-def _growth(ax: Any, growth: AttentionGrowth) -> None:
+def _growth(ax: "Axes", growth: AttentionGrowth) -> None:
     """Draws operations with and without a KV cache, in total and of attention."""
     for values, label, name, line in (
         (growth.all_without, "all, without", "without the cache", "-"),
@@ -71,7 +76,7 @@ def _growth(ax: Any, growth: AttentionGrowth) -> None:
     ax.legend()
 
 
-def _intensity(ax: Any, result: Result) -> None:
+def _intensity(ax: "Axes", result: Result) -> None:
     """Draws operations per byte by batch size, and the ridge of the device."""
     marks = "osv^"
     for i, context in enumerate(CONTEXT_LENGTHS):

@@ -49,21 +49,27 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         bound = row["bound_s"]
         quoted = row["lecture_s"]
         used = row["cards_used"]
-        words: dict[str, Any] = {
-            "size": row["model"].removeprefix("gpt3-"),
-            "tokens": latencies.tokens,
-            "percent": 100 * bound / quoted,
-            "used": used,
-            "turns_s": row["in_turn_s"],
-            "least": math.ceil(row["in_turn_s"] / quoted),
-        }
-        name = "latency" if used == 1 else "latency_of_several"
-        yield measured(name, bound, published=quoted, **words)
+        yield measured(
+            "latency" if used == 1 else "latency_of_several",
+            bound,
+            published=quoted,
+            size=row["model"].removeprefix("gpt3-"),
+            tokens=latencies.tokens,
+            percent=100 * bound / quoted,
+            used=used,
+            turns_s=row["in_turn_s"],
+            least=math.ceil(row["in_turn_s"] / quoted),
+        )
     yield measured("one_each", max(need[1:]), weights=format_bytes(weights[1]))
     together = requests.together
     share = f"{100 / together:.0f} %" if together else "no share"
-    words = {"batch": requests.batch, "share": share, "single": requests.alone}
-    yield measured("several_at_a_time", together, **words)
+    yield measured(
+        "several_at_a_time",
+        together,
+        batch=requests.batch,
+        share=share,
+        single=requests.alone,
+    )
     yield measured("llama_70b", cache_sizes.devices_70b, tokens=cache_sizes.tokens_70b)
     yield measured("token_of_7b", cache_sizes.small / 1e6)
     yield measured("token_of_13b", cache_sizes.large / 1e6)
@@ -75,12 +81,14 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         ("with one as t^2", growth.scores_with, 2),
     ):
         slope = math.log2(values[-1] / values[-2])
-        growth_words: dict[str, Any] = {
-            "statement": statement,
-            "before": before,
-            "last": last,
-        }
-        yield measured("growth", slope, published=exponent, **growth_words)
+        yield measured(
+            "growth",
+            slope,
+            published=exponent,
+            statement=statement,
+            before=before,
+            last=last,
+        )
 
 
 def latency_rows(result: Result) -> list[dict[str, Any]]:
@@ -100,7 +108,7 @@ def latency_rows(result: Result) -> list[dict[str, Any]]:
     )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns bounds and implied efficiencies."""
     return {
         "device": result.device,

@@ -8,7 +8,8 @@ because the traffic of weights does not depend on the sequence length.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+
+import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import count_compiled, predicted_traffic
@@ -142,7 +143,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the memory of a device, and the bytes it sends for attention, by tokens."""
     (memory_ax, sent), ways = axes, result.ways
     for name in ways.distinct("layout"):
@@ -155,7 +156,6 @@ def plot(axes: Any, result: Result) -> None:
         if selected.attention_bytes.any():
             size = selected.attention_bytes / 1e9
             draw_curve(sent, selected.sequence, size, system, name)
-    log: Any = {"xscale": "log", "yscale": "log"}
     longest = ways.where(sequence=max(ways.distinct("sequence"), default=0))
     single_bytes = longest.where(layout=ONE_DEVICE).kept_bytes
     divided = longest.at(longest.layout != ONE_DEVICE)
@@ -174,7 +174,7 @@ def plot(axes: Any, result: Result) -> None:
     x = "length of a sequence [1,024 tokens]"
     labels = ("activation memory of a device [GB]", "sent by a device [GB]")
     for ax, title, y in zip(axes, titles, labels, strict=True):
-        set_labels(ax, title, x, y, **log)
+        set_labels(ax, title, x, y, xscale="log", yscale="log")
         ax.set_xticks(shown := list(ways.distinct("sequence")))
         ax.set_xticks([], minor=True)
         ax.set_xticklabels([f"{num / 1024:g}" for num in shown])

@@ -9,7 +9,7 @@ and two layers determine those of the whole model.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from scaling import shapes
 from scaling.costs import max_device_params, parse_layout, training_step_flops
 from scaling.shapes import describe_config
 from scaling.training import check_trainable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CLAIMS = claims_file(__file__)
 
@@ -219,7 +222,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("flops", row["flops"], published=row["flops_found"], **words)
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(ax: "Axes", result: Result) -> None:
     """Draws the bytes a device sends: formulas by kind, and counts of the programs."""
     ways = result.ways
     parts = result.parts
@@ -229,8 +232,7 @@ def plot(ax: Any, result: Result) -> None:
         scheme_parts = parts.where(scheme=scheme)
         rows = [place[name] for name in scheme_parts.layout]
         size = (scheme_parts.forward_bytes + scheme_parts.backward_bytes) / 1e9
-        look: Any = {"left": left[rows], "label": scheme} | system_style(scheme).bar
-        ax.barh(rows, size, 0.62, **look)
+        ax.barh(rows, size, 0.62, left[rows], label=scheme, **system_style(scheme).bar)
         left[rows] += size
     sent_gb = ways.found_bytes / 1e9
     look = {"marker": "|", "markersize": 20, "linestyle": "", "markeredgewidth": 2}

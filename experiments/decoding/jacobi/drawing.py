@@ -1,7 +1,7 @@
 """Draws the iterations of a block, and the speed-up of Jacobi decoding."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,11 +14,19 @@ from jaxkv.plotting import (
     set_labels,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from experiments.decoding.jacobi.from_text import BlockTable, BlockTrace
+    from experiments.decoding.speculation.on_text import DecodingRuns
+
 MAX_SHOWN_TOKENS = 40
 """Largest number of drawn tokens of a block."""
 
 
-def draw_jacobi(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
+def draw_jacobi(
+    axes: np.ndarray, picture: "BlockTrace", blocks: "BlockTable", runs: "DecodingRuns"
+) -> None:
     """Draws a block over both panels above; iterations and speeds below."""
     grid = axes[0, 0].get_subplotspec().get_gridspec()
     figure = axes[0, 0].figure
@@ -30,7 +38,7 @@ def draw_jacobi(axes: Any, picture: Any, blocks: Any, runs: Any) -> None:
     draw_speeds(axes[1, 1], {_kind(x): runs.where(temperature=x) for x in temperatures})
 
 
-def _block(ax: Any, picture: Any) -> None:
+def _block(ax: "Axes", picture: "BlockTrace") -> None:
     """Draws the guesses of each iteration, coloured if correct."""
     title = "One greedy block: guesses that are right, by iteration"
     x = "place in the block [tokens]"
@@ -57,7 +65,7 @@ def _block(ax: Any, picture: Any) -> None:
     set_labels(ax, title, x, y)
 
 
-def _steps(ax: Any, blocks: Any) -> None:
+def _steps(ax: "Axes", blocks: "BlockTable") -> None:
     """Draws mean iterations by block length, and the theorem's bound."""
     max_rate = 0.0
     for temperature in blocks.distinct("temperature"):
@@ -68,8 +76,9 @@ def _steps(ax: Any, blocks: Any) -> None:
     title = "Iterations until the fixed point"
     if len(blocks):
         lengths = blocks.distinct("length")
-        look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
-        ax.plot(lengths, lengths, label="at most", **look)
+        ax.plot(
+            lengths, lengths, label="at most", color="0.45", linewidth=1, linestyle="--"
+        )
         ax.legend()
         title = f"Iterating finds {max_rate:.2f} tokens a step at best"
     x = "length of a block [tokens]"
@@ -81,7 +90,7 @@ def _kind(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
-def draw_speeds(ax: Any, runs_by_name: Mapping[str, Any]) -> None:
+def draw_speeds(ax: "Axes", runs_by_name: Mapping[str, "DecodingRuns"]) -> None:
     """Draws tokens per step and speed of the engine by draft length."""
     best = 0.0
     for nth, (name, runs) in enumerate(runs_by_name.items()):

@@ -326,7 +326,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("tuned", best[0], before=f"{best[1]:.2f}", device=result.device)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the loss, and tokens per step of blocks and of the engine."""
     loss, blocks, engine, unused = axes.flat
     unused.remove()

@@ -8,7 +8,6 @@ another token. The engine's own Jacobi drafter shows the resulting speed.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -157,7 +156,7 @@ def _count_blocks(
     asks: list[Sampling],
     answers: list[list[int]],
     length: int,
-) -> tuple[Any, ...]:
+) -> tuple[float, ...]:
     """Returns a row of `BlockTable` from the whole blocks of all answers."""
     contexts = []
     wanted = []
@@ -227,6 +226,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("speed", np.nanmax(greedy.speed), device=result.device)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the iterations of one block, iterations by length, and speeds."""
     drawing.draw_jacobi(axes, result.picture, result.blocks, result.runs)

@@ -1,6 +1,6 @@
 """Draws the speed-up of speculation and its cost."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,12 +17,20 @@ from jaxkv.plotting import (
     use_powers_of_two,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from experiments.decoding.speculation.on_text import DecodingRuns, SyntheticDrafts
+    from experiments.decoding.speculation.synthetic import TimedDrafts
+
 DRAFT_COLORS = (BLUE, GREEN, ORANGE, RED)
 """Colours by draft length, ascending; markers follow."""
 MARKERS = "o^ds"
 
 
-def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
+def draw_speculation(
+    axes: np.ndarray, runs: "DecodingRuns", coins: "SyntheticDrafts", num_drafts: int
+) -> None:
     """Draws 4 panels: drafts and methods above, batches and synthetic drafts below."""
     greedy = runs.where(temperature=0.0)
     single = runs.where(batch=1)
@@ -41,7 +49,7 @@ def draw_speculation(axes: Any, runs: Any, coins: Any, num_drafts: int) -> None:
     _synthetic(axes[1, 1], coins)
 
 
-def _lengths(ax: Any, runs: Any) -> None:
+def _lengths(ax: "Axes", runs: "DecodingRuns") -> None:
     """Draws tokens per step by draft length, with the formula as a dashed line."""
     best = ("", 0.0)
     for method in runs.distinct("way"):
@@ -49,8 +57,15 @@ def _lengths(ax: Any, runs: Any) -> None:
         selected = selected.at(np.argsort(selected.num_drafts))
         if len(selected) < 2:
             continue
-        look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-        draw_curve(ax, selected.num_drafts, selected.expected, method, **look)
+        draw_curve(
+            ax,
+            selected.num_drafts,
+            selected.expected,
+            method,
+            linestyle="--",
+            linewidth=1,
+            marker="",
+        )
         draw_curve(ax, selected.num_drafts, selected.tokens_per_step, method, method)
         max_tokens = float(selected.tokens_per_step.max())
         best = (method, max_tokens) if max_tokens > best[1] else best
@@ -65,7 +80,12 @@ def _lengths(ax: Any, runs: Any) -> None:
 
 
 def bars(
-    ax: Any, runs: Any, names: list[str], kinds: list[str], field: str, label: str
+    ax: "Axes",
+    runs: "DecodingRuns",
+    names: list[str],
+    kinds: list[str],
+    field: str,
+    label: str,
 ) -> None:
     """Draws a metric of every run: greedy above, temperature 1 below.
 
@@ -83,14 +103,23 @@ def bars(
     for nth, temperature in enumerate((0.0, 1.0)):
         for i in np.flatnonzero(runs.temperature == temperature):
             place = order.index(names[i]) + height * (nth - 0.5)
-            look = {"color": system_style(kinds[i]).color, "edgecolor": "white"}
-            look |= {"hatch": "////"} if nth else {}
-            container = ax.barh(place, values[i], 0.92 * height, **look)
+            container = ax.barh(
+                place,
+                values[i],
+                0.92 * height,
+                color=system_style(kinds[i]).color,
+                edgecolor="white",
+                hatch="////" if nth else None,
+            )
             ax.bar_label(container, [f"{values[i]:.2f}"], padding=3)
     for name, hatch in (("greedy", ""), ("temperature 1", "////")):
-        look = {"facecolor": "0.45", "edgecolor": "white", "hatch": hatch}
         ax.fill_between(
-            [], [], label=f"above: {name}" if not hatch else f"below: {name}", **look
+            [],
+            [],
+            label=f"above: {name}" if not hatch else f"below: {name}",
+            facecolor="0.45",
+            edgecolor="white",
+            hatch=hatch,
         )
     ax.set_yticks(range(len(order)), order)
     ax.tick_params(axis="y", length=0)
@@ -101,7 +130,7 @@ def bars(
     ax.legend()
 
 
-def _batches(ax: Any, runs: Any) -> None:
+def _batches(ax: "Axes", runs: "DecodingRuns") -> None:
     """Draws speed and cost of a step by batch size."""
     runs = runs.at(np.argsort(runs.batch))
     for values, color, mark, label in (
@@ -122,7 +151,7 @@ def _batches(ax: Any, runs: Any) -> None:
     ax.legend()
 
 
-def _synthetic(ax: Any, coins: Any) -> None:
+def _synthetic(ax: "Axes", coins: "SyntheticDrafts") -> None:
     """Draws tokens per step of synthetic drafts, with lines of the formula."""
     chances = np.linspace(0, 1, 101)
     off = [0.0]
@@ -145,7 +174,7 @@ def _synthetic(ax: Any, coins: Any) -> None:
     set_labels(ax, title, x, y, ylim=(0, None))
 
 
-def draw_priced(axes: Any, priced: Any) -> None:
+def draw_priced(axes: np.ndarray, priced: "TimedDrafts") -> None:
     """Draws tokens per step and speed by acceptance rate, with theory dashed."""
     for ax, field, reference, words, y in (
         (
@@ -163,10 +192,12 @@ def draw_priced(axes: Any, priced: Any) -> None:
             color = DRAFT_COLORS[nth % 4]
             line = getattr(selected, reference)
             points = getattr(selected, field)
-            look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-            draw_curve(ax, selected.acceptance, line, color, **look)
-            look = {"linestyle": "", "marker": MARKERS[nth % 4], "markersize": 6}
-            draw_curve(ax, selected.acceptance, points, color, f"{num}", **look)
+            look = {"linestyle": "--", "marker": ""}
+            draw_curve(ax, selected.acceptance, line, color, linewidth=1, **look)
+            look = {"linestyle": "", "marker": MARKERS[nth % 4]}
+            draw_curve(
+                ax, selected.acceptance, points, color, f"{num}", markersize=6, **look
+            )
             off += np.abs(points / line - 1).tolist()
         draw_reference_line(ax, 1)
         title = f"Theory predicts the {words} to {100 * np.nanmax(off):.0f} %"

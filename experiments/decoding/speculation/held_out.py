@@ -105,7 +105,7 @@ def decode_in_turns(
     *,
     rounds: int | None = None,
     serve: Callable[[str, EngineConfig], Server] | None = None,
-) -> Iterator[tuple[Any, ...]]:
+) -> Iterator[tuple[object, ...]]:
     """Serves the same requests in turns, plainly and with every method.
 
     Args:
@@ -141,20 +141,26 @@ def decode_in_turns(
             servers.append(server)
         return servers
 
-    def measure(setting: Setting, server: Server) -> Any:
+    def measure(
+        setting: Setting, server: Server
+    ) -> tuple[list[list[int]], serving.DecodeCounts]:
         return serving.decode_batches(server, *requests(setting))
 
-    def step_s(rounds: list[Any]) -> np.ndarray:
+    def step_s(
+        rounds: list[tuple[list[list[int]], serving.DecodeCounts]],
+    ) -> np.ndarray:
         return np.array(
             [x.call_s / x.call_steps if x.call_steps else math.nan for _, x in rounds]
         )
 
-    words: dict[str, Any] = {
-        "bar_label": "decoding",
-        "case_name": "batch and temperature",
-    }
     for setting, servers, runs_by_server in measure_in_turns(
-        settings, rounds or config.rounds, begin, measure, progress=progress, **words
+        settings,
+        rounds or config.rounds,
+        begin,
+        measure,
+        progress=progress,
+        bar_label="decoding",
+        case_name="batch and temperature",
     ):
         plain = runs_by_server[servers[0].name]
         for server, case in zip(servers[1:], ways(setting), strict=True):

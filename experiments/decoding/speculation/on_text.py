@@ -14,7 +14,6 @@ chance of the next one.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -307,21 +306,26 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("lossless", runs.num_other.sum(), num=int(runs.num_tokens.sum()))
     if len(coins):
         steps = int(coins.steps.min())
-        words: dict[str, Any] = {"differs": steps < FEW_STEPS, "steps": steps}
-        yield measured("law", np.abs(coins.off).max(), **words)
+        off = np.abs(coins.off).max()
+        yield measured("law", off, differs=steps < FEW_STEPS, steps=steps)
     for id, formula in (
         ("tokens", theory.tokens_per_step),
         ("operations", theory.operations_per_token),
     ):
         for chance, by_drafts in CLAIMS.published(id).items():
             for num in by_drafts:
-                words = {"acceptance": chance, "drafts": num}
-                yield measured(id, formula(float(chance), int(num)), **words)
+                tokens = formula(float(chance), int(num))
+                yield measured(id, tokens, acceptance=chance, drafts=num)
     single = runs.where(batch=1, temperature=0.0)
     if len(single):
         best = single.at([int(np.nanargmax(single.speed))])
-        words = {"way": best.way[0], "drafts": best.num_drafts[0]}
-        yield measured("speed", best.speed[0], differs=few, **words)
+        yield measured(
+            "speed",
+            best.speed[0],
+            differs=few,
+            way=best.way[0],
+            drafts=best.num_drafts[0],
+        )
     single = single.where(num_drafts=result.num_drafts)
     lookup, jacobi = (single.where(way=method) for method in (LOOKUP, JACOBI))
     if len(lookup):
@@ -337,6 +341,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws tokens per step, speeds by method and batch size, and synthetic drafts."""
     drawing.draw_speculation(axes, result.runs, result.coins, result.num_drafts)

@@ -1,7 +1,7 @@
 """Builds engines with and without speculation, and counts tokens and step times."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -224,7 +224,7 @@ class MixedDraftLengths(Jacobi):
     """Draft lengths of the first slots, repeated for the following ones."""
 
     def requested_draft_lengths(
-        self, memory: Any, state: EngineState, config: EngineConfig
+        self, memory: object, state: EngineState, config: EngineConfig
     ) -> Int32[Array, " slots"]:
         """Returns the draft length of each slot."""
         wanted = jnp.asarray(self.wanted, jnp.int32)

@@ -10,7 +10,6 @@ sequence.
 import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -174,10 +173,15 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
             return counts.steps, counts.emitted, step_s
         return *serving.steps_with_drafts(server, num), step_s
 
-    rows: list[tuple[Any, ...]] = []
-    words: dict[str, Any] = {"bar_label": "decoding", "case_name": "drafts"}
+    rows: list[tuple[object, ...]] = []
     for num, servers, runs_by_server in measure_in_turns(
-        config.drafts, config.rounds, begin, measure, progress=progress, **words
+        config.drafts,
+        config.rounds,
+        begin,
+        measure,
+        progress=progress,
+        bar_label="decoding",
+        case_name="drafts",
     ):
         plain_s = np.array([step_s for *_, step_s in runs_by_server[servers[0].name]])
         for chance, server in zip(config.chances, servers[1:], strict=True):
@@ -208,11 +212,16 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     priced = result.priced
     if len(priced):
         steps = int(priced.steps.min())
-        words: dict[str, Any] = {"differs": steps < FEW_STEPS, "steps": steps}
-        words |= {"num": len(priced), "shape": result.shape}
-        yield measured("chance", np.abs(priced.errors_off).max(), **words)
+        yield measured(
+            "chance",
+            np.abs(priced.errors_off).max(),
+            differs=steps < FEW_STEPS,
+            steps=steps,
+            num=len(priced),
+            shape=result.shape,
+        )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws tokens per step and speed by acceptance rate, with lines of theory."""
     drawing.draw_priced(axes, result.priced)

@@ -1,6 +1,6 @@
 """Draws all methods on the same axes, and adaptive draft lengths by batch size."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +11,11 @@ from jaxkv.plotting import (
     set_labels,
     use_powers_of_two,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from experiments.decoding.speculation.on_text import DecodingRuns
 
 METHOD_KINDS = {
     "n-gram": "n-gram",
@@ -24,7 +29,9 @@ METHOD_KINDS = {
 """System whose colour a method has, by the start of its name."""
 
 
-def draw_methods(axes: Any, ways: Any, adaptive: Any) -> None:
+def draw_methods(
+    axes: np.ndarray, ways: "DecodingRuns", adaptive: "DecodingRuns"
+) -> None:
     """Draws 4 panels: tokens, speeds and costs of methods, and batch sizes."""
     _bars(axes[0, 0], ways, "tokens_per_step", "found [tokens/step]")
     _bars(axes[0, 1], ways, "speed", "speed / plain decoding [ratio]")
@@ -32,7 +39,7 @@ def draw_methods(axes: Any, ways: Any, adaptive: Any) -> None:
     _batches(axes[1, 1], adaptive)
 
 
-def _bars(ax: Any, runs: Any, field: str, label: str) -> None:
+def _bars(ax: "Axes", runs: "DecodingRuns", field: str, label: str) -> None:
     """Draws a metric of every method and draft length."""
     ways = runs.way.tolist()
     values = getattr(runs, field)
@@ -58,7 +65,7 @@ def _kind(method: str) -> str:
     return next(kind for kind in METHOD_KINDS if method.startswith(kind))
 
 
-def _costs(ax: Any, runs: Any) -> None:
+def _costs(ax: "Axes", runs: "DecodingRuns") -> None:
     """Draws cost of a step by tokens per step; a point above the line loses speed."""
     for kind, name in METHOD_KINDS.items():
         selected = runs.at(
@@ -68,8 +75,14 @@ def _costs(ax: Any, runs: Any) -> None:
             look = {"linestyle": "", "markersize": 7}
             draw_curve(ax, selected.tokens_per_step, selected.cost, name, name, **look)
     top = max([2.0, *runs.tokens_per_step])
-    look = {"color": "0.45", "linewidth": 1, "linestyle": "--"}
-    ax.plot([1, top], [1, top], label="even: below it pays", **look)
+    ax.plot(
+        [1, top],
+        [1, top],
+        label="even: below it pays",
+        color="0.45",
+        linewidth=1,
+        linestyle="--",
+    )
     num = int(np.sum(runs.cost < runs.tokens_per_step))
     title = f"One sequence, greedy: {num} of {len(runs)} ways pay"
     x = "found [tokens/step]"
@@ -78,7 +91,7 @@ def _costs(ax: Any, runs: Any) -> None:
     ax.legend()
 
 
-def _batches(ax: Any, runs: Any) -> None:
+def _batches(ax: "Axes", runs: "DecodingRuns") -> None:
     """Draws the speed of adaptive draft lengths by batch size."""
     for method in runs.distinct("way"):
         for temperature in runs.distinct("temperature"):

@@ -14,7 +14,6 @@ the overhead of this rule is measured.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -226,9 +225,14 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         speeds = adaptive.speed
         yield measured("mean", np.exp(np.log(speeds).mean()), differs=few)
         worst = adaptive.at([int(np.argmin(speeds))])
-        words: dict[str, Any] = {"way": worst.way[0], "batch": int(worst.batch[0])}
-        words["temperature"] = worst.temperature[0]
-        yield measured("worst", worst.speed[0], differs=few, **words)
+        yield measured(
+            "worst",
+            worst.speed[0],
+            differs=few,
+            way=worst.way[0],
+            batch=int(worst.batch[0]),
+            temperature=worst.temperature[0],
+        )
     drafters = ("EAGLE", "draft model")
     trained = ways.at(
         np.array([method_name.startswith(drafters) for method_name in ways.way], bool)
@@ -236,9 +240,15 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     sure = trained.at(trained.first_share >= 0.75) if len(trained) else trained
     if len(sure):
         best = sure.at([int(np.argmax(sure.speed))])
-        words = {"way": best.way[0], "drafts": int(best.num_drafts[0])}
-        words |= {"temperature": best.temperature[0], "first": best.first_share[0]}
-        yield measured("pair", best.speed[0], differs=few, **words)
+        yield measured(
+            "pair",
+            best.speed[0],
+            differs=few,
+            way=best.way[0],
+            drafts=int(best.num_drafts[0]),
+            temperature=best.temperature[0],
+            first=best.first_share[0],
+        )
     greedy = ways.where(temperature=0.0)
     for method, method_name in METHOD_OF_PAPER.items():
         selected = greedy.where(way=method_name)
@@ -251,6 +261,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("trees", gain, device=result.device)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws tokens and speeds of all methods, costs, and adaptive methods by batch."""
     drawing.draw_methods(axes, result.ways, result.adaptive)

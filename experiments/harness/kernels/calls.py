@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import Array, PyTree
 
 from pallas_kernels.bench import AttentionProblem, GroupedProblem, Timing
 
@@ -27,11 +28,11 @@ class KernelRun(NamedTuple):
       how: name of the variant, if there are several.
     """
 
-    call: Callable[[int], Any]
+    call: Callable[[int], PyTree[Array]]
     error: Callable[[], float]
     measure: Callable[[], Timing] | None = None
-    plan: Callable[[int], Any] | None = None
-    merge: Callable[[int], Any] | None = None
+    plan: Callable[[int], PyTree[Array]] | None = None
+    merge: Callable[[int], PyTree[Array]] | None = None
     plan_s: float | None = None
     how: str = ""
 
@@ -54,8 +55,8 @@ class Implementation(NamedTuple):
 
 def make_run(
     problem: AttentionProblem | GroupedProblem,
-    function: Callable[..., Any],
-    turns: Sequence[tuple[Any, ...]],
+    function: Callable[..., jax.Array],
+    turns: Sequence[tuple[object, ...]],
 ) -> KernelRun:
     """Makes a run of a function, which is jitted, with the arguments of every turn."""
     jitted = jax.jit(function)

@@ -6,7 +6,7 @@ Converting keys and values to the layout of a peer is not timed.
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,9 @@ def gather_and_sum(problem: AttentionProblem) -> KernelRun:
     return calls.make_run(problem, attend, turns)
 
 
-def contiguous(implementation: Any, problem: AttentionProblem) -> KernelRun:
+def contiguous(
+    implementation: Literal["xla", "cudnn"], problem: AttentionProblem
+) -> KernelRun:
     """`jax.nn.dot_product_attention` on contiguous keys and values."""
     spec = problem.spec
     heads = problem.spec.heads
@@ -109,7 +111,7 @@ def triton(problem: AttentionProblem) -> KernelRun:
 
 
 def run_grouped_matmul(
-    function: Callable[..., Any], problem: GroupedProblem
+    function: Callable[..., jax.Array], problem: GroupedProblem
 ) -> KernelRun:
     """Prepares a grouped matrix product, `function(rows, weights, group_sizes)`."""
     turns = [(problem.x, problem.w, sizes) for sizes in problem.group_sizes]

@@ -74,7 +74,7 @@ def attention_implementations() -> list[Implementation]:
 def _implementations(
     names: typing.TypeAliasType,
     prepare: Callable[[Any, Any], KernelRun],
-    peers: dict[str, Callable[[Any], KernelRun]],
+    peers: dict[str, Callable[..., KernelRun]],
 ) -> list[Implementation]:
     """Returns the implementations of a literal type, then the peers."""
     own_implementations = {
@@ -84,7 +84,7 @@ def _implementations(
     return [Implementation(x, x in peers, call) for x, call in implementations.items()]
 
 
-def _attend(name: Any, problem: AttentionProblem) -> KernelRun:
+def _attend(name: AttentionImplementation, problem: AttentionProblem) -> KernelRun:
     """Prepares paged attention; a plan, if there is one, is made in advance."""
     q, k_pages = (
         jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (problem.q, problem.k_pages)
@@ -126,7 +126,7 @@ def _attend(name: Any, problem: AttentionProblem) -> KernelRun:
 
 def make_merge_call(
     problem: AttentionProblem, plan: DecodePlan, tilings: KernelTilings
-) -> Callable[[int], Any]:
+) -> Callable[[int], jax.Array]:
     """Returns a call that merges random partial results of the decode kernel's shapes.
 
     Args:
@@ -154,7 +154,7 @@ def make_merge_call(
     return lambda index: merge(states, plan.schedule.ends, plan.packing)
 
 
-def _copy(name: Any, problem: CopyProblem) -> KernelRun:
+def _copy(name: CopyImplementation, problem: CopyProblem) -> KernelRun:
     """Prepares copies in place: every call gets the pages of the previous one."""
     jitted = jax.jit(
         lambda pages, source, target: copy_pages(
@@ -176,7 +176,7 @@ def _copy(name: Any, problem: CopyProblem) -> KernelRun:
     return KernelRun(call, error)
 
 
-def _multiply(name: Any, problem: GroupedProblem) -> KernelRun:
+def _multiply(name: GroupedImplementation, problem: GroupedProblem) -> KernelRun:
     """Prepares grouped products; grouping rows into blocks is part of the call."""
     choose_grouped_matmul(problem.x, problem.w, implementation=name)
     function = functools.partial(grouped_matmul, implementation=name)

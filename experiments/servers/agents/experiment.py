@@ -8,7 +8,6 @@ so an order can give earlier first tokens and later jobs.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -186,7 +185,7 @@ def relative(table: OrderTable, name: str, order: str) -> np.ndarray:
     return getattr(ours, name) / getattr(base, name)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws mean job latency against two token metrics, a point for each seed."""
     table = result.orders
     names = [x for x in table.distinct("order") if x != FIRST_COME]

@@ -14,7 +14,7 @@ tokens, as published; outputs above the limit are redrawn.
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -41,6 +41,9 @@ from jaxkv.plotting import (
 )
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, Sheet, column, metric_sheets
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _PUBLISHED_LIMITS = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
 """Published output limits in tokens, and their cost model."""
@@ -210,7 +213,7 @@ SYSTEM_NAMES = ("static", "continuous", "continuous, paged")
 """Labels of `SYSTEMS` in figures."""
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the pictures and the sweeps on 4 rows of 2 axes."""
     for ax, spans, name in (
         (axes[0, 0], result.static_sequences, "static"),
@@ -263,7 +266,7 @@ def plot(axes: Any, result: Result) -> None:
     _draw_clients(axes[3, 1], result.clients)
 
 
-def _draw_speeds(ax: Any, sweep: ThroughputSweep) -> None:
+def _draw_speeds(ax: "Axes", sweep: ThroughputSweep) -> None:
     rows = zip(SYSTEM_NAMES, sweep.means, sweep.tokens_per_s, strict=False)
     for name, mean, seeds in rows:
         draw_curve(ax, sweep.value, mean, name, name)
@@ -275,7 +278,7 @@ def _draw_speeds(ax: Any, sweep: ThroughputSweep) -> None:
     ax.legend()
 
 
-def _draw_clients(ax: Any, latencies: ClientLatencies) -> None:
+def _draw_clients(ax: "Axes", latencies: ClientLatencies) -> None:
     token_ms = 1e3 * latencies.s_per_token
     draw_curve(ax, token_ms, latencies.tokens_per_s, "continuous, paged")
     rows = [*zip(latencies.clients, token_ms, latencies.tokens_per_s, strict=True)]

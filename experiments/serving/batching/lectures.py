@@ -8,7 +8,7 @@ A simulated step takes 1 s, so that times are iterations, and a page holds a who
 sequence, so that pages are slots.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
@@ -17,6 +17,9 @@ from jaxkv import plotting
 from jaxkv.plotting import TEXT_COLOR, Box, draw_rectangle, set_labels
 from jaxkv.report import Ints, ResultTable, column
 from jaxkv.workloads import Workload, make_workload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 NUM_SLOTS = 4
 MAX_BATCH = 3
@@ -123,7 +126,7 @@ def count_joined(spans: IterationSpans) -> int:
     return int((~first & (spans.first <= spans.last[first].max())).sum())
 
 
-def draw_grid(ax: Any, spans: IterationSpans, title: str) -> None:
+def draw_grid(ax: "Axes", spans: IterationSpans, title: str) -> None:
     """Draws S1 to S7; the number below a sequence is the iteration."""
     names = [f"slot {i + 1}" for i in range(NUM_SLOTS)]
     _frame(ax, PLACES, names, title, "place in the slot [tokens]")
@@ -136,7 +139,7 @@ def draw_grid(ax: Any, spans: IterationSpans, title: str) -> None:
 
 
 def draw_iterations(
-    ax: Any, spans: IterationSpans, title: str, *, is_static: bool
+    ax: "Axes", spans: IterationSpans, title: str, *, is_static: bool
 ) -> None:
     """Draws R1 to R5 by iteration."""
     num_steps = int(spans.last.max())
@@ -196,20 +199,27 @@ def _fill(kind: int) -> dict[str, Any]:
     return waits if kind == WAITS else look
 
 
-def _key(ax: Any, kinds: tuple[int, ...]) -> None:
+def _key(ax: "Axes", kinds: tuple[int, ...]) -> None:
     for kind in kinds:
         ax.fill_between([], [], label=_CELL_NAMES[kind], **_fill(kind))
     ax.legend(handlelength=1.2)
 
 
-def _cell(ax: Any, x: int, y: int, kind: int, text: str) -> None:
+def _cell(ax: "Axes", x: int, y: int, kind: int, text: str) -> None:
     """Draws a cell with upper left corner (x, y)."""
     draw_rectangle(ax, Box(x, y, 1, 1), **_fill(kind))
-    look: dict[str, Any] = {"color": "white" if kind == LAST_TOKEN else TEXT_COLOR}
-    ax.text(x + 0.5, y + 0.5, text, va="center", ha="center", linespacing=1.0, **look)
+    ax.text(
+        x + 0.5,
+        y + 0.5,
+        text,
+        va="center",
+        ha="center",
+        linespacing=1.0,
+        color="white" if kind == LAST_TOKEN else TEXT_COLOR,
+    )
 
 
-def _frame(ax: Any, columns: int, names: list[str], title: str, label: str) -> None:
+def _frame(ax: "Axes", columns: int, names: list[str], title: str, label: str) -> None:
     set_labels(ax, title, label, "", xlim=(0, columns), ylim=(len(names), 0))
     ax.set_xticks(np.arange(columns) + 0.5, [str(x + 1) for x in range(columns)])
     ax.set_yticks(np.arange(len(names)) + 0.5, names)

@@ -21,8 +21,16 @@ from jaxkv.report import (
     format_seconds,
     to_rows,
 )
+from jaxkv.scheduling import Policy
 from jaxkv.simulation import Capacity, Cost, SimulationResult, Work
-from jaxkv.workloads import Fixed, Gamma, Pair, Workload, closed_loop, make_workload
+from jaxkv.workloads import (
+    Fixed,
+    Gamma,
+    Pair,
+    Workload,
+    closed_loop,
+    make_workload,
+)
 
 SYSTEMS = ("static", "continuous", "paged")
 """Static batching; continuous batching that reserves the longest sequence; continuous
@@ -265,14 +273,14 @@ def spread_loads(config: Config) -> Iterator[tuple[Workload, int]]:
     """Yields the loads of `deviations` by deviation and seed, as `limited_loads`."""
     mean = config.mean_output_tokens
     for deviation in config.deviations:
-        output: Any = Fixed(tokens=round(mean))
+        output: Fixed | Gamma = Fixed(tokens=round(mean))
         if deviation > 0:
             output = Gamma(mean=mean, shape=deviation**-2)
         yield from _bursts(config, output, config.longest, keeps_means=True)
 
 
 def _bursts(
-    config: Config, output: Any, longest: int, *, keeps_means: bool
+    config: Config, output: Fixed | Gamma, longest: int, *, keeps_means: bool
 ) -> Iterator[tuple[Workload, int]]:
     """Yields one load per seed, all of whose requests arrive at 0 s."""
     law = Pair(
@@ -287,7 +295,10 @@ def _bursts(
 
 
 def _simulate(
-    config: Config, groups: dict[str, list[_LoadCase]], policy: Any, progress: Progress
+    config: Config,
+    groups: dict[str, list[_LoadCase]],
+    policy: Policy,
+    progress: Progress,
 ) -> LoadResults:
     cost = find_cost_model(config.cost).cost
     members = [x for group in groups.values() for x in group]

@@ -8,7 +8,6 @@ rounds with ShareGPT's mean lengths.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -104,7 +103,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     return [length_stats | row for row in rows]
 
 
-def plot(axes: Any, result: list[Row]) -> None:
+def plot(axes: np.ndarray, result: list[Row]) -> None:
     """Draws latency against rate, and the ratio of loads against the latency bound."""
     latency, ratio = axes
     curves = runs.latency_curves(result)
@@ -151,7 +150,7 @@ def claims(result: list[Row]) -> Iterator[MeasuredValue]:
         yield measured("twice", times, name=name, bound=runs.LATENCY_BOUND, span=span)
 
 
-def metrics(result: list[Row]) -> dict[str, Any]:
+def metrics(result: list[Row]) -> dict[str, object]:
     """Returns the load that each system sustains, and every row."""
     return {"capacities": runs.sustained_rows(result), "rows": result}
 

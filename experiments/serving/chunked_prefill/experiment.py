@@ -8,7 +8,7 @@ with a roofline model in place of its GPUs.
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from jaxkv.plotting import (
 )
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, Sheet, column, computed_column
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PANELS = (4, 1)
 PANEL_SIZE_INCHES = (6.8, 3.1)
@@ -247,7 +250,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 SYSTEM_NAMES = tuple(x.name for x in settings.SYSTEMS)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws 4 panels."""
     _draw_timeline(axes[0], result.timeline)
     _draw_budgets(axes[1], result.budgets)
@@ -258,7 +261,7 @@ def plot(axes: Any, result: Result) -> None:
     _draw_capacities(axes[3], result.capacities.rows())
 
 
-def _draw_timeline(ax: Any, timeline: Timeline) -> None:
+def _draw_timeline(ax: "Axes", timeline: Timeline) -> None:
     """Draws a tick for each token; each schedule has a line for each sequence."""
     last = timeline.time_s.max()
     stalls = {}
@@ -289,14 +292,19 @@ def _draw_timeline(ax: Any, timeline: Timeline) -> None:
     ax.legend()
 
 
-def _draw_limits(ax: Any, model: str) -> None:
+def _draw_limits(ax: "Axes", model: str) -> None:
     limits = MODELS[model].limits_s.items()
     for (name, limit_s), line in zip(limits, ("--", "-."), strict=False):
-        look = {"color": "0.45", "linewidth": 1, "linestyle": line}
-        ax.axhline(limit_s, label=name.replace("_", " "), **look)
+        ax.axhline(
+            limit_s,
+            label=name.replace("_", " "),
+            color="0.45",
+            linewidth=1,
+            linestyle=line,
+        )
 
 
-def _draw_budgets(ax: Any, budgets: PrefillRuns) -> None:
+def _draw_budgets(ax: "Axes", budgets: PrefillRuns) -> None:
     for label, values, color, mark in (
         ("first token, median", budgets.ttft_s, GREEN, "^"),
         ("between tokens, 99 %", budgets.tbt_p99_s, RED, "s"),
@@ -313,7 +321,7 @@ def _draw_budgets(ax: Any, budgets: PrefillRuns) -> None:
     ax.legend()
 
 
-def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
+def _draw_loads(ax: "Axes", loads: PrefillRuns) -> None:
     """Draws P99 time between tokens by rate for the first model and dataset."""
     model = loads.model[0]
     data = loads.data[0]
@@ -334,7 +342,7 @@ def _draw_loads(ax: Any, loads: PrefillRuns) -> None:
     ax.legend()
 
 
-def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
+def _draw_capacities(ax: "Axes", rows: list[dict[str, Any]]) -> None:
     """Draws bars of load over vLLM's for each case; diamonds are published."""
     cases = dict.fromkeys((x["model"], x["data"]) for x in rows)
     groups = [(*case, kind) for case in cases for kind in ("strict", "relaxed")]
@@ -356,8 +364,13 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
                 continue
             place = i + (k - 1.5) * width
             label = "" if system in legend_names else system
-            look = system_style(system).bar | {"label": label or None}
-            ax.bar(place, gain, width * 0.94, **look)
+            ax.bar(
+                place,
+                gain,
+                width * 0.94,
+                label=label or None,
+                **system_style(system).bar,
+            )
             legend_names.add(system)
             best = (system, gain) if gain > best[1] else best
             if ratio := reference.get((model, data, kind, system)):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -134,7 +133,7 @@ def simulate_systems(
         tails = [math.nan] * 3
         if gaps_s.size:
             tails = [*np.percentile(gaps_s, (50, 99)), gaps_s.max()]
-        row: list[Any] = [name, data, system.name, system.budget_of(law)]
+        row: list[object] = [name, data, system.name, system.budget_of(law)]
         row += [share * full, share, ttft_s, ttft_s - median_s, *tails]
         rows.append([*row, served.means.batch[i], served.totals.preempted[i]])
     return PrefillRuns.of(rows)

@@ -158,7 +158,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(np.array([request.text for request in requests]), *served)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws slots by step for both policies, and the memory that each reserves."""
     *bars, memory = axes
     num_steps = max(1, *(len(served.num_rows) for served in result.both.values()))

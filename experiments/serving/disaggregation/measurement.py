@@ -28,7 +28,7 @@ from experiments.harness import RANDOM_SHAPES, cut_held_out_prompts
 from jaxkv import validation, workloads
 from jaxkv.disaggregation import RoutedAnswer, Service, WorkerSpec
 from jaxkv.files import model_folder
-from jaxkv.models import init_params, load_model, save_model
+from jaxkv.models import LoadedModel, ModelConfig, init_params, load_model, save_model
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -115,7 +115,7 @@ class Config:
         )
 
     @property
-    def engine(self) -> dict[str, Any]:
+    def engine(self) -> dict[str, int]:
         """Arguments of `Engine.load`; the pool holds twice the running sequences."""
         length = self.prompt_tokens + self.output_tokens + 1
         pages = -(-length // self.page_size)
@@ -277,7 +277,7 @@ def _service(
 
 
 async def _calibrated(
-    config: Config, loaded: Any, service: Service
+    config: Config, loaded: LoadedModel, service: Service
 ) -> list[tuple[str, int, float]]:
     """Times the prefill of single prompts, and batches that decode."""
     rng = np.random.default_rng(config.seed + 1)
@@ -310,7 +310,7 @@ async def _calibrated(
 
 
 def _prompts(
-    loaded: Any, sizes: list[int], rng: np.random.Generator
+    loaded: LoadedModel, sizes: list[int], rng: np.random.Generator
 ) -> list[list[int]]:
     """Cuts prompts from held-out text."""
     samplings = [Sampling()] * len(sizes)
@@ -329,7 +329,7 @@ def _times_s(served: RoutedAnswer) -> tuple[float, float]:
 
 
 def _replica(
-    config: Config, model: Any, costs: Sequence[tuple[str, int, float]]
+    config: Config, model: ModelConfig, costs: Sequence[tuple[str, int, float]]
 ) -> tuple[Replica, float]:
     """Returns the simulated worker, and the highest rate of 2 workers in requests/s."""
 
@@ -377,7 +377,6 @@ def _simulated(
 ) -> tuple[float, float]:
     """Returns the simulated median time to first token and between tokens."""
     until_s = 10 * config.seconds
-    slots: Any = {"max_slots": config.max_slots}
     timings: list[RequestTiming]
     if phases == PHASES[0]:
         turns = [
@@ -385,11 +384,13 @@ def _simulated(
             for i in range(NUM_WORKERS)
         ]
         jobs = [Job(replica, "both", x) for x in turns]
-        timings = simulate_jobs(jobs, until_s, **slots)
+        timings = simulate_jobs(jobs, until_s, max_slots=config.max_slots)
     else:
         # On one machine the cost of a transfer is time of the workers.
         placement = PhasePlacement(replica, replica, 1, 1, 1e9)
-        timings = simulate_placements([(placement, load.requests)], until_s, **slots)
+        timings = simulate_placements(
+            [(placement, load.requests)], until_s, max_slots=config.max_slots
+        )
     first = np.concatenate([x.first_s - x.arrival_s for x in timings])
     pace = [(x.finish_s - x.first_s) / (x.output - 1) for x in timings]
     # An arrival of NaN does not count; a request without an answer is the slowest.
@@ -436,7 +437,7 @@ SYSTEMS = dict(zip(PHASES, ("both phases", "split"), strict=True))
 """Labels of the placements in figures."""
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws time to first token and time between tokens by rate."""
     for ax, name, unit, words in (
         (axes[0], "first", 1, "first token"),

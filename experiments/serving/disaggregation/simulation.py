@@ -7,7 +7,7 @@ the published fits. Prefill queues are compared with formulas of queueing theory
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from jaxkv.plotting import (
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, column, computed_column, row_sheet
 from jaxkv.simulation import PhasePlacement, ReplicaRole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PANELS = (3, 2)
 CONFIGS = {
@@ -163,7 +166,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns every load, the goodputs and the queues."""
     return report.metrics(result) | {"queues": result.queues.rows()}
 
@@ -220,7 +223,7 @@ ROLE_NAMES |= {"decode": "decode only", "split": "split"}
 RATE_LABEL = "load [requests/s per GPU]"
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws 6 panels."""
     single, split = (x.where(name=EXAMPLE) for x in (result.alone, result.split))
     both, prefill, decode = (
@@ -242,7 +245,7 @@ def plot(axes: Any, result: Result) -> None:
 
 
 def _draw_tail(
-    ax: Any, field: str, lines: list[PlacementLoads], goal: float, label: str
+    ax: "Axes", field: str, lines: list[PlacementLoads], goal: float, label: str
 ) -> None:
     sustained = {}
     for loads in filter(len, lines):
@@ -262,7 +265,7 @@ def _draw_tail(
 
 
 def _draw_attained(
-    ax: Any, lines: list[PlacementLoads], goodput: dict[str, Any] | None
+    ax: "Axes", lines: list[PlacementLoads], goodput: dict[str, Any] | None
 ) -> None:
     for loads in filter(len, lines):
         name = ROLE_NAMES[loads.role[0]]
@@ -287,7 +290,7 @@ ATTAINMENT_PERCENT = 90
 """Percentage of requests that must meet the objectives."""
 
 
-def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
+def _draw_goodput(ax: "Axes", rows: list[dict[str, Any]]) -> None:
     gains = []
     for i, row in enumerate(rows):
         together = row["together_per_card_per_s"]
@@ -295,8 +298,13 @@ def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
         base = together if together > 0 else np.nan
         pairs = ((-0.2, together, "both phases"), (0.2, split, "split"))
         for dx, value, name in pairs:
-            look = system_style(name).bar | {"label": None if i else name}
-            ax.bar(i + dx, value / base, 0.38, **look)
+            ax.bar(
+                i + dx,
+                value / base,
+                0.38,
+                label=None if i else name,
+                **system_style(name).bar,
+            )
         published = {*KNOWN[row["name"]].ratio}
         look = {"linestyle": "", "markersize": 6, "markeredgecolor": "white"}
         label = "" if i else "published gain of splitting"
@@ -316,7 +324,7 @@ def _draw_goodput(ax: Any, rows: list[dict[str, Any]]) -> None:
     set_labels(ax, title, "", "goodput / together [ratio]")
 
 
-def _draw_links(ax: Any, links: PlacementLoads, split: PlacementLoads) -> None:
+def _draw_links(ax: "Axes", links: PlacementLoads, split: PlacementLoads) -> None:
     speeds = {
         link / 1e9: runs.goodput_per_objective(links.where(link=link))
         for link in links.distinct("link")
@@ -338,7 +346,7 @@ def _draw_links(ax: Any, links: PlacementLoads, split: PlacementLoads) -> None:
 MACHINE_COLORS = (BLACK, ORANGE, GREEN)
 
 
-def _draw_queues(ax: Any, queue_times: QueueTimes) -> None:
+def _draw_queues(ax: "Axes", queue_times: QueueTimes) -> None:
     speeds = (1, queues.SPEED_UP, 2)
     machines = zip(MACHINE_NAMES, speeds, MACHINE_COLORS, "osv", strict=True)
     off = [0.0]

@@ -20,6 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import median_seconds
@@ -148,10 +150,10 @@ def _draw(queries: int, keys: int, config: Config) -> list[np.ndarray]:
     ]
 
 
-def _gradient(attend: Callable, *arrays: Any) -> Any:
+def _gradient(attend: Callable[..., Array], *arrays: ArrayLike) -> tuple[Array, ...]:
     """Returns gradients of a sum that weights every output differently."""
 
-    def loss(*arrays: Any) -> Any:
+    def loss(*arrays: ArrayLike) -> Array:
         out = attend(*arrays)
         place = jnp.arange(out.size, dtype=jnp.int32).astype(out.dtype)
         return jnp.sum(jnp.sin(place) * out.reshape(-1))
@@ -199,7 +201,9 @@ def _one_query(context: int, config: Config) -> list[float]:
     pages = [paged(x)[order] for x in (k, v)]
 
     @jax.jit
-    def by_pages(q: Any, k_pages: Any, v_pages: Any, ids: Any, last: Any) -> Any:
+    def by_pages(
+        q: Array, k_pages: Array, v_pages: Array, ids: Array, last: Array
+    ) -> Array:
         return paged_attention(q, PagedKV(k_pages, v_pages), RowView(ids, last)).out
 
     last = np.array([context - 1], np.int32)
@@ -212,7 +216,7 @@ def _one_query(context: int, config: Config) -> list[float]:
     return median_seconds([plain, tiled, paged_call], config.repeats)
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns ratios at every length, and the units of parallel work."""
     plain = result.plain
     flash = result.flash
@@ -259,7 +263,7 @@ def _slope(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.log(y[-1] / y[-2]) / np.log(x[-1] / x[-2]))
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws time and memory by length, and the time of a single query."""
     seconds, memory, one = axes
     for name, timings, one_s in (

@@ -65,8 +65,11 @@ def without_cache(model: ModelShape) -> PolynomialPair:
 
     Pairs of query and key are counted as in causal attention.
     """
-    how: dict[str, Any] = {"attention": "causal", "logits": "last"}
-    return _through(lambda length: forward_terms(model, sequence=length, **how))
+    return _through(
+        lambda length: forward_terms(
+            model, sequence=length, attention="causal", logits="last"
+        )
+    )
 
 
 def with_cache(model: ModelShape) -> PolynomialPair:

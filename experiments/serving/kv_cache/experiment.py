@@ -27,12 +27,7 @@ from experiments.serving.kv_cache import counting
 from experiments.serving.kv_cache.counting import FLOP_COLUMNS, FlopCounts
 from jaxkv import decoding, validation
 from jaxkv.files import model_folder
-from jaxkv.models import (
-    LoadedModel,
-    PagedForward,
-    load_model,
-    make_model_pages,
-)
+from jaxkv.models import LoadedModel, PagedForward, Params, load_model, make_model_pages
 from jaxkv.models import logits as model_logits
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels
 from jaxkv.progress import QUIET, Progress
@@ -155,7 +150,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(timed, counted, other, jax.devices()[0].device_kind)
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns both ways at every length."""
     counted = {x.name: x.rows() for x in (result.counted, result.other)}
     return {"device": result.device, "measured": result.timed.rows(), **counted}
@@ -187,10 +182,18 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     timed = result.timed
     attention = counting.growth_exponents(other.attention_flops, other.length)
     without, cached = counting.growth_exponents(other.total_flops, other.length)
-    words: dict[str, Any] = {"without": without, "cached": cached, "model": other.name}
-    words |= {"before": other.length[-2], "last": other.length[-1]}
     for power, method, slope in zip((3, 2), CACHE_METHODS, attention, strict=True):
-        yield measured("growth", slope, power=power, way=method, **words)
+        yield measured(
+            "growth",
+            slope,
+            power=power,
+            way=method,
+            without=without,
+            cached=cached,
+            model=other.name,
+            before=other.length[-2],
+            last=other.length[-1],
+        )
     if timed.length.size < 2:
         return
     yield measured("same", timed.is_same.sum(), published=float(timed.length.size))
@@ -202,15 +205,16 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     if RASCHKA_TOKENS in timed.length:
         (index,) = np.flatnonzero(timed.length == RASCHKA_TOKENS)
         without, cached = timed.totals_s()[:, index]
-        words = {"tokens": RASCHKA_TOKENS, "device": result.device}
-        yield measured("raschka", without / cached, **words)
+        yield measured(
+            "raschka", without / cached, tokens=RASCHKA_TOKENS, device=result.device
+        )
 
 
 SYSTEMS = ("without the cache", "with the cache")
 """Labels of both ways in figures."""
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws times on the left and FLOPs on the right; one token above, a text below."""
     timed = result.timed
     models = ((result.counted, "-"), (result.other, "--"))
@@ -230,15 +234,15 @@ def plot(axes: Any, result: Result) -> None:
                 draw_curve(right, counted.length, values, system, words, **look)
         gain = seconds[0][-1] / seconds[1][-1] if timed.length.size else float("nan")
         title = f"Measured: a cache makes {what} {gain:,.1f} times as fast"
-        log: Any = {"xscale": "log", "yscale": "log"}
-        set_labels(left, title, label, "time [s]", **log)
+        set_labels(left, title, label, "time [s]", xscale="log", yscale="log")
         for axis in (left.xaxis, left.yaxis):
             label_log_axis(axis)
         flops = (result.other.token_flops, result.other.total_flops)[row]
         gain = flops[0][-1] / flops[1][-1]
         title = f"Counted: a cache saves {what} {gain:,.0f}-fold "
         title += f"at {result.other.length[-1]:,} tokens"
-        set_labels(right, title, label, "operations [FLOP]", **log)
+        y = "operations [FLOP]"
+        set_labels(right, title, label, y, xscale="log", yscale="log")
     # Grey lines of slope 3 and 2 pass through the last points.
     end = result.other.length[-1]
     length = result.other.length
@@ -272,7 +276,7 @@ def time_both(
     tokens, every_s = _draw(model, start, lengths[-1], repeats)
 
     @jax.jit
-    def find_next_token(params: Any, tokens: jax.Array) -> jax.Array:
+    def find_next_token(params: Params, tokens: jax.Array) -> jax.Array:
         logits = model_logits(params, tokens, config=model.config)
         return jnp.argmax(logits[0, -1]).astype(jnp.int32)
 
@@ -298,13 +302,15 @@ def _draw(
     forward = PagedForward(model.config)
 
     @functools.partial(jax.jit, donate_argnames="cache")
-    def feed(params: Any, cache: Any, token: jax.Array) -> tuple[jax.Array, Any]:
+    def feed(
+        params: Params, cache: decoding.Cache, token: jax.Array
+    ) -> tuple[jax.Array, decoding.Cache]:
         logits, cache, _ = decoding.decode_step(params, cache, token, forward=forward)
         return jnp.argmax(logits, axis=1).astype(jnp.int32), cache
 
     taken = []
     for _ in range(repeats + 1):  # the first one compiles
-        cache: Any = decoding.init_cache(
+        cache = decoding.init_cache(
             make_model_pages(model.config, bounds), max_slots=1, max_length=num
         )
         token = jnp.asarray([start], jnp.int32)

@@ -10,7 +10,7 @@ import itertools
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from jaxkv.workloads import (
 )
 from scaling import shapes
 from scaling.costs import PAGE_SIZE, find_device, max_kv_pages
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TRACES = ("azure_conv", "azure_code")
 DATA_VARIABLE = "JAXKV_DATA"
@@ -187,7 +190,7 @@ def _row(served: SimulationResult, index: int, recording: Recording) -> Row:
     }
 
 
-def metrics(result: list[Row]) -> dict[str, Any]:
+def metrics(result: list[Row]) -> dict[str, object]:
     """Returns the replays under the keys of `figures.metrics`."""
     return {"capacities": [], "rows": result}
 
@@ -216,7 +219,7 @@ def summary(result: list[Row]) -> list[ReportPart]:
     return [row_sheet(title, result, columns, note)]
 
 
-def plot(ax: Any, result: list[Row]) -> None:
+def plot(ax: "Axes", result: list[Row]) -> None:
     """Draws the P99 time to first token of every replay."""
     kinds = {"conv": "chat", "code": "code"}
     replays = itertools.groupby(result, lambda row: (row["trace"], row["model"]))

@@ -5,7 +5,7 @@ of the published axis, then where its latency crosses the bounds of the comparis
 """
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from jaxkv.plotting import set_labels, system_style
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, Sheet, metric_sheets, row_sheet
 from jaxkv.workloads import load_ratio
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MAX_RATE_RATIO = 2.0
 """End of the rate search of a system that sustains all rates of the published axis, as
@@ -94,7 +97,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     return rows
 
 
-def metrics(result: list[Row]) -> dict[str, Any]:
+def metrics(result: list[Row]) -> dict[str, object]:
     """Returns the load that each system sustains, and every row."""
     sustained = [
         {"panel": panel} | row
@@ -161,7 +164,7 @@ def summary(result: list[Row]) -> list[ReportPart]:
     ]
 
 
-def plot(axes: Any, result: list[Row]) -> None:
+def plot(axes: np.ndarray, result: list[Row]) -> None:
     """Draws figures 12 and 14, then 13, and removes the other axes."""
     free = iter(axes.ravel())
     for name, rows in runs.group_rows(result, "panel").items():
@@ -187,13 +190,13 @@ def plot(axes: Any, result: list[Row]) -> None:
         ax.remove()
 
 
-def _batches(ax: Any, name: str, rows: list[Row]) -> None:
+def _batches(ax: "Axes", name: str, rows: list[Row]) -> None:
     """Draws bars of the simulated and, in grey, of the published batch sizes."""
     reference = published.FIGURE_BATCHES[name]
     systems = [row["system"] for row in rows]
     for i, row in enumerate(rows):
         system = row["system"]
-        printed = {"label": None if i else "the paper's"}
+        printed: dict[str, Any] = {"label": None if i else "the paper's"}
         for dx, height, look in (
             (-0.2, row["batch"], system_style(system).bar),
             (0.2, reference[system], system_style("published").bar | printed),

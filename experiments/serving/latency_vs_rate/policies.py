@@ -10,7 +10,6 @@ metric that its policy improves and the metrics that it worsens.
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -138,7 +137,8 @@ def draw_workload(config: Config) -> Workload:
 def run(config: Config, progress: Progress = QUIET) -> Result:
     """Replays the recording under each policy."""
     load = draw_workload(config)
-    drawn_attributes: Any = load.attributes
+    drawn_attributes = load.attributes
+    assert drawn_attributes is not None
     cost_name = f"roofline:{config.model}:{config.device}:{config.num_devices}"
     cost = find_cost_model(cost_name).cost
     capacity = azure.gpu_capacity(config.model, config.device, config.num_devices)
@@ -192,7 +192,7 @@ GOALS = {
 """Columns of `PolicyTable` that a policy is designed for."""
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws each metric over that of the first policy, and the P99 wait."""
     (left, right), rows = axes, result.policies
     place = np.arange(len(rows))

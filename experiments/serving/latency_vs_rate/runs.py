@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +26,9 @@ from jaxkv.workloads import (
     sustained_rate,
 )
 from jaxkv.workloads import draw_load as draw_load
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PATIENCE = 0.25
 PATIENCE_S = 300.0
@@ -282,7 +285,7 @@ def sustained_rows(rows: list[Row]) -> list[Row]:
     ]
 
 
-def draw_curves(ax: Any, rows: list[Row], title: str) -> None:
+def draw_curves(ax: "Axes", rows: list[Row], title: str) -> None:
     """Draws latency against rate."""
     for system, curve in latency_curves(rows).items():
         draw_curve(ax, *curve, system, system, markersize=3.5)

@@ -1,6 +1,6 @@
 """Draws figures 1 and 2 of the PagedAttention paper from simulated runs."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,11 @@ from jaxkv.plotting import (
     draw_reference_line,
     set_labels,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from experiments.serving.memory_waste.experiment import Result
 
 CLAIMS = claims_file(__file__)
 FIGURE_BATCHES = published.FIGURE_BATCHES["12a"]
@@ -40,7 +45,7 @@ USE_LOOKS = (
 """Colour and hatch of the uses."""
 
 
-def plot(axes: Any, result: Any) -> None:
+def plot(axes: np.ndarray, result: "Result") -> None:
     """Draws memory by part, uses of token places, growth of memory, and throughput."""
     weights = result.weight_bytes / 1e9
     places = result.kv_bytes / 1e9
@@ -76,7 +81,7 @@ def plot(axes: Any, result: Any) -> None:
     axes[1][1].legend()
 
 
-def _draw_uses(ax: Any, result: Any) -> None:
+def _draw_uses(ax: "Axes", result: "Result") -> None:
     """Draws simulated shares left and published shares right in each pair of bars."""
     names = result.system.tolist()
     printed = CLAIMS.published("uses")
@@ -105,7 +110,7 @@ def _draw_uses(ax: Any, result: Any) -> None:
 
 
 def _draw_lines(
-    ax: Any, result: Any, values: np.ndarray, *, says_end: bool
+    ax: "Axes", result: "Result", values: np.ndarray, *, says_end: bool
 ) -> dict[str, tuple[int, float]]:
     """Draws lines up to the last request that fits; returns their end points."""
     requests = result.growth.requests

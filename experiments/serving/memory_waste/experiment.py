@@ -261,7 +261,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         yield measured("times", batch["paged"] / batch[other], other=other)
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns memory shares and batch sizes."""
     waste = result.waste
     columns = {f"{use}_share": waste.uses[:, :, k] for k, use in enumerate(USES)}

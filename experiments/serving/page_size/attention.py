@@ -278,7 +278,7 @@ COLOR_INDICES = (5, 6, 3, 1)
 MARKERS = "os^d"
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the ratio by page size, and times as in the paper."""
     ratios, times = axes
     column = _paper_column(result)

@@ -7,7 +7,6 @@ the cost of page table lookups.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -133,11 +132,12 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         law = settings.DATASETS[data]
         sizes, latency, (low, high) = rows.page_size, rows.normalised_s, BEST[data]
         mask_by_id = {"best": (sizes >= low) & (sizes <= high), "larger": sizes > high}
-        words: dict[str, Any] = {"data": data, "low": low, "high": high}
         for id, selected in mask_by_id.items():
             if selected.any():
                 slowest = float(latency[selected].max() / latency.min())
-                yield measured(id, slowest, rate=LOADED[data], **words)
+                yield measured(
+                    id, slowest, rate=LOADED[data], data=data, low=low, high=high
+                )
         rows = result.serving.where(data=data, rate=OVERLOAD_RATES[data])
         # Both sources count before the tokens of a step are written, the simulator
         # after.
@@ -145,16 +145,21 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         tokens = 100 * (rows.tokens - written)
         unused = 100 * (rows.unused + written)
         for i, size in enumerate(rows.page_size.astype(int).tolist()):
-            words = {"data": data, "size": size}
             yield measured(
-                "tokens", float(tokens[i]), rate=OVERLOAD_RATES[data], **words
+                "tokens",
+                float(tokens[i]),
+                rate=OVERLOAD_RATES[data],
+                data=data,
+                size=size,
             )
             if size in (16, 128) and size < law.prompt.mean + law.output.mean:
                 half = 100 * float(rows.batch[i]) * (size + 1) / 2 / places
-                yield measured("half", float(unused[i]), published=half, **words)
+                yield measured(
+                    "half", float(unused[i]), published=half, data=data, size=size
+                )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws latency and memory use by page size."""
     latency, memory = axes
     worst = ("", 0, 0.0)

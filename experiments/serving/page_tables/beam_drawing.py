@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from experiments.serving.page_tables.frames import Frames
 from jaxkv import plotting
@@ -22,6 +22,9 @@ from jaxkv.plotting import (
     slot_color,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _LABEL = 0.55
 _THIN = 0.06
 """Widths: of the labels before the pages, and of a page that is never used."""
@@ -34,7 +37,7 @@ HEIGHT = 4 * _BEAM_HEIGHT + 0.83
 
 
 def draw_beams(
-    ax: Any,
+    ax: "Axes",
     x: float,
     y: float,
     frames: Frames,
@@ -78,7 +81,7 @@ def draw_beams(
 
 
 def _draw_page(
-    ax: Any, box: Box, frames: Frames, i: int, page: int, column: int
+    ax: "Axes", box: Box, frames: Frames, i: int, page: int, column: int
 ) -> None:
     """Draws a physical page across the rows of its beams."""
     slots = frames.owners(i, page)
@@ -102,7 +105,7 @@ def _draw_page(
 
 
 def _draw_pool(
-    ax: Any, x: float, y: float, frames: Frames, i: int, total: float
+    ax: "Axes", x: float, y: float, frames: Frames, i: int, total: float
 ) -> None:
     """Draws all physical pages in a row: id, colours and reference count."""
     used = frames.ever_used()

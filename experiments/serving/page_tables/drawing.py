@@ -1,7 +1,7 @@
 """Draws frames of paged memory: logical pages, page table and physical pages."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from jaxkv.plotting import (
     slot_color,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 SIZE_INCHES = (7.4, 15.35)
 
 type Scene = tuple[str, Frames, tuple[str, ...]]
@@ -44,7 +47,7 @@ _LEGEND = (
 )
 
 
-def draw_scenes(ax: Any, scenes: Sequence[Scene]) -> None:
+def draw_scenes(ax: "Axes", scenes: Sequence[Scene]) -> None:
     """Draws scenes from top to bottom, with 2 frames per row.
 
     Args:
@@ -83,7 +86,7 @@ def draw_scenes(ax: Any, scenes: Sequence[Scene]) -> None:
 
 
 def _draw_frame(
-    ax: Any, x: float, y: float, frames: Frames, i: int, names: Sequence[str]
+    ax: "Axes", x: float, y: float, frames: Frames, i: int, names: Sequence[str]
 ) -> None:
     """Draws a frame: pages and table of each sequence, lines to the pool, the pool."""
     table_x = x + _PAGE_WIDTH + 0.11
@@ -109,7 +112,7 @@ def _draw_frame(
 
 
 def _draw_slot(
-    ax: Any,
+    ax: "Axes",
     x: float,
     y: float,
     frames: Frames,
@@ -125,7 +128,7 @@ def _draw_slot(
     length = int(frames.length[i, slot])
     texts = frames.words_of(frames.tokens[i, slot])
     if length:
-        look: dict[str, Any] = {"fontweight": "bold", "va": "center"}
+        look = {"fontweight": "bold", "va": "center"}
         draw_text(ax, x, y + 0.075, name, 6.5, color=color, **look)
         if texts[length]:
             look = {"style": "italic", "color": BOX_GREY, "ha": "right"}
@@ -153,7 +156,7 @@ def _draw_slot(
     return y + 0.02
 
 
-def _draw_page(ax: Any, box: Box, frames: Frames, i: int, page: int) -> None:
+def _draw_page(ax: "Axes", box: Box, frames: Frames, i: int, page: int) -> None:
     """Draws a physical page in its owners' colours, with the words read from K."""
     count = int(frames.ref[i, page])
     copied = int(frames.copied[i, page])

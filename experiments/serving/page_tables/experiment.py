@@ -8,8 +8,8 @@ words in physical pages from the cached keys.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import SentenceLanguage
@@ -23,6 +23,9 @@ from experiments.serving.page_tables.frames import (
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ResultRecord, column, field_values
 from jaxkv.sampling import Sampling
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 NUM_PAGES = 9
 PAGE_SIZE = 4
@@ -161,7 +164,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(one, two, samples, beams)
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(ax: "Axes", result: Result) -> None:
     """Draws the scenes."""
     drawing.draw_scenes(
         ax,
@@ -174,7 +177,7 @@ def plot(ax: Any, result: Result) -> None:
     )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns tables and counts of every frame as text."""
     return {
         name: [
@@ -190,7 +193,9 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def _join_slots(frames: Frames, frame: int, read: Any) -> str:
+def _join_slots(
+    frames: Frames, frame: int, read: Callable[[int, int], Iterable[object]]
+) -> str:
     slots = range(frames.length.shape[1])
     texts = (" ".join(map(str, read(frame, slot))) for slot in slots)
     return " | ".join(text or "-" for text in texts)

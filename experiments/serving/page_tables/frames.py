@@ -1,11 +1,12 @@
 """Records the page pool, page tables and page contents of an engine, frame by frame."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Int
 
 from experiments.harness import (
@@ -181,7 +182,7 @@ def _look(
     runs = rows != NO_SEQUENCE
     slot = [np.flatnonzero(sequence == x)[0] for x in rows[runs]]
 
-    def by_row(values: Any, empty: int) -> np.ndarray:
+    def by_row(values: ArrayLike, empty: int) -> np.ndarray:
         rows = np.full_like(np.asarray(values), empty)
         rows[runs] = np.asarray(values)[slot]
         return rows

@@ -7,7 +7,7 @@ output lengths are as requested.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from jaxkv.plotting import (
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, column, field_values
 from jaxkv.scheduling import Victim
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SIMULATED_SHARES = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}
 """Recomputed share by watermark as a share of the pool, from this project's simulation
@@ -263,9 +266,12 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         if len(selected):
             percent = 100 * selected.recomputed_share[0]
             reference = 100 * published
-            words: dict[str, Any] = {"share": 100 * share}
             yield measured(
-                "watermark", percent, published=reference, differs=True, **words
+                "watermark",
+                percent,
+                published=reference,
+                differs=True,
+                share=100 * share,
             )
     again = result.pools.where(preemption="recompute")
     if len(again):
@@ -332,7 +338,7 @@ def summary(result: Result) -> list[ReportPart]:
     return [sheet for sheet in sheets if sheet.rows]
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws 4 panels; panels of parts that were not served stay empty."""
     _draw_ways(axes[0], result.ways)
     _draw_watermarks(axes[1], result.watermarks, result.victims)
@@ -340,10 +346,10 @@ def plot(axes: Any, result: Result) -> None:
     _draw_moves(axes[3], result.moves)
 
 
-def _draw_ways(ax: Any, ways: Servings) -> None:
+def _draw_ways(ax: "Axes", ways: Servings) -> None:
     """Draws computed and recomputed tokens as a bar for each setting."""
     names = ways.name.tolist()
-    again_look = {"hatch": "xxx", "edgecolor": "white"}
+    again_look: dict[str, Any] = {"hatch": "xxx", "edgecolor": "white"}
     shares = {}
     for i, row in enumerate(ways.rows()):
         fed = row["num_fed"] / 1000
@@ -375,7 +381,7 @@ def _draw_ways(ax: Any, ways: Servings) -> None:
 AGAIN = "computed again [% of tokens]"
 
 
-def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
+def _draw_watermarks(ax: "Axes", watermarks: Servings, victims: Servings) -> None:
     """Draws the recomputed share by pages kept free, and the best victim rule."""
     title = "Pages kept free at admission"
     reference = [(100 * x, 100 * y) for x, y in SIMULATED_SHARES.items()]
@@ -404,7 +410,7 @@ def _draw_watermarks(ax: Any, watermarks: Servings, victims: Servings) -> None:
     ax.legend()
 
 
-def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
+def _draw_spaces(ax: "Axes", spaces: Servings, hosts: Servings) -> None:
     """Draws the recomputed share by swap space, with and without host memory."""
     hosts = hosts.at(hosts.host_pages > 0)
     for servings, system, label, line in (
@@ -433,7 +439,7 @@ def _draw_spaces(ax: Any, spaces: Servings, hosts: Servings) -> None:
         ax.legend()
 
 
-def _draw_moves(ax: Any, moves: RestoreTimes) -> None:
+def _draw_moves(ax: "Axes", moves: RestoreTimes) -> None:
     """Draws the time to restore one request by page size."""
     x = "page size [tokens]"
     y = "time [ms]"

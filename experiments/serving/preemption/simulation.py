@@ -7,7 +7,7 @@ every page needs separate transfers of K and V in every layer.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +31,9 @@ from jaxkv.scheduling import Victim
 from jaxkv.simulation import SimulationMember
 from jaxkv.workloads import Workload, open_loop
 from scaling.costs import kv_bytes_per_token
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 REQUEST_RATE = 1.9
 """Requests/s, close to the rate that the memory sustains."""
@@ -287,7 +290,7 @@ def summary(result: Result) -> list[ReportPart]:
     ]
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws rules and watermarks above, page sizes below."""
     servings = result.simulated
     single = result.bring_back
@@ -324,7 +327,9 @@ def plot(axes: Any, result: Result) -> None:
         ax.legend()
 
 
-def _draw_rules(ax: Any, servings: Any, id: str, name: str, scale: int) -> None:
+def _draw_rules(
+    ax: "Axes", servings: SimulatedServings, id: str, name: str, scale: int
+) -> None:
     """Draws a metric of every rule for victims by pages kept free."""
     reference = {int(x): y for x, y in CLAIMS.published(id).items()}
     look = {"linestyle": ":", "linewidth": 1}

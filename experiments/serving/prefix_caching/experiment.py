@@ -13,7 +13,7 @@ one core.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from jaxkv.report import (
     field_values,
     format_percent,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CLAIMS = claims_file(__file__)
 ORDER_NAMES = {
@@ -315,7 +318,7 @@ LINES = {None: "-", "fifo": ":", "random": "-."}
 TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws hit rates by pool size, a panel for each workload."""
     loads = result.loads.rows()
     for ax, load in zip(axes, loads, strict=False):
@@ -324,7 +327,7 @@ def plot(axes: Any, result: Result) -> None:
         ax.remove()
 
 
-def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
+def _draw(ax: "Axes", load: dict[str, Any], rated: CacheHitRates) -> None:
     """Draws the servings of a workload."""
     distinct = load["distinct_pages"]
     ends = {}

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int, Int32
 from experiments.harness import Stepper
 from jaxkv import engine, memory, scheduling
 from jaxkv.engine import EngineConfig, EngineState, StepInfo
-from jaxkv.memory import PrefixCache, Rows, Uses
+from jaxkv.memory import Pages, PrefixCache, Rows, Uses
 from jaxkv.models import ForwardResult
 from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
@@ -80,7 +80,7 @@ def make_cache_engine(num_pages: int, longest: int, window: int) -> Stepper:
         dtype="float32",
     )
 
-    def no_model(params: None, pages: Any, rows: Rows) -> ForwardResult:
+    def no_model(params: None, pages: Pages, rows: Rows) -> ForwardResult:
         """Leaves the pages as they are; the next token is 0."""
         logits = jnp.zeros((rows.logit_rows.shape[0], 2), jnp.float32)
         return ForwardResult(logits, pages)

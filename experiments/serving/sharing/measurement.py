@@ -11,7 +11,7 @@ token. The model's own end token is ignored.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ResultRecord, column
 from jaxkv.sampling import Sampling
 from jaxkv.workloads import ALPACA, SHAREGPT, Lengths
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CLAIMS = claims_file(__file__)
 PANELS = (5, 2)
@@ -261,7 +264,7 @@ def figure_claim(id: str, row: dict[str, Any]) -> Iterator[MeasuredValue]:
         yield measured(id, ours_, published=published, data=data, **row)
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws charts above and page tables below."""
     _draw_savings(axes[0, 0], result.samples, "answers")
     _draw_savings(axes[0, 1], result.beams, "beams")
@@ -281,7 +284,7 @@ def plot(axes: Any, result: Result) -> None:
         picture.draw_scene(figure.add_subplot(grid[2 + i, :]), result.picture, i)
 
 
-def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
+def _draw_savings(ax: "Axes", savings: Savings, kind: str) -> None:
     """Draws measured savings as points, expected as lines, published in grey."""
     max_share = 0.0
     for name in ("long", "short"):
@@ -319,7 +322,7 @@ LENGTH_NAMES = {"long": "ShareGPT", "short": "Alpaca"}
 """Dataset whose colour short and long requests have."""
 
 
-def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
+def _draw_prefixes(ax: "Axes", prefixes: PrefixSavings) -> None:
     """Draws pages, prompt tokens and steps with the cache relative to without."""
     kinds = {
         "pages": (BLUE, ""),

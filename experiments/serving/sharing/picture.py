@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
@@ -14,6 +14,9 @@ from jaxkv.memory import NO_PAGE
 from jaxkv.plotting import Box, draw_rectangle, draw_text
 from jaxkv.report import ResultTable, Texts, column, computed_column
 from jaxkv.sampling import Sampling
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PROMPT_TEXT = '''def read_lines(path):
     """Reads a text file."""
@@ -109,7 +112,7 @@ _SHADES = ("#eef3f8", "#c6dcec", "#8fbfe0", "#0072b2")
 """Fills of pages by number of readers, 1 to 4."""
 
 
-def draw_scene(ax: Any, picture: PageTableScenes, i: int) -> None:
+def draw_scene(ax: "Axes", picture: PageTableScenes, i: int) -> None:
     """Draws the sequences of a scene as rows; a shared page spans its rows."""
     ax.set_axis_off()
     row = picture.rows()[i]
@@ -136,14 +139,13 @@ def draw_scene(ax: Any, picture: PageTableScenes, i: int) -> None:
 
 
 def _draw_page(
-    ax: Any, box: Box, filled: float, page: int, readers: int, words: str
+    ax: "Axes", box: Box, filled: float, page: int, readers: int, words: str
 ) -> None:
     """Draws a page with its filled part, as high as its number of readers."""
     shade = min(readers, len(_SHADES)) - 1
     full = box._replace(width=box.width * filled)
     draw_rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
-    look: dict[str, Any] = {"edgecolor": _SHADES[3], "linewidth": 0.8}
-    draw_rectangle(ax, box, facecolor="none", **look)
+    draw_rectangle(ax, box, facecolor="none", edgecolor=_SHADES[3], linewidth=0.8)
     middle = box.y + box.height / 2
     color = TEXT_COLOR if shade < 3 else "white"
     # Line ends are visible; characters that the font may lack are dots.
@@ -153,8 +155,8 @@ def _draw_page(
     )
     lines = [shown[i * _LINE_CHARS :][:_LINE_CHARS] for i in range(2)]
     look = {"color": color, "family": "DejaVu Sans Mono", "va": "bottom"}
-    look["linespacing"] = 1.0
-    draw_text(ax, box.x + 0.03, middle + 0.1, "\n".join(lines), 9, **look)
+    text = "\n".join(lines)
+    draw_text(ax, box.x + 0.03, middle + 0.1, text, 9, linespacing=1.0, **look)
     note = f"page {page}" if readers == 1 else f"page {page}\n{readers} readers"
     look = {"color": color, "ha": "right", "va": "top"}
     draw_text(ax, box.x + box.width - 0.03, middle + 0.16, note, 9, **look)

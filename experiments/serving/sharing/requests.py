@@ -22,7 +22,7 @@ from experiments.harness import (
 from jaxkv import engine, scheduling
 from jaxkv.engine import EngineState, StepInfo, plan_step
 from jaxkv.memory import Table as PageTable
-from jaxkv.models import LoadedModel
+from jaxkv.models import Forward, LoadedModel, Params
 from jaxkv.progress import Progress
 from jaxkv.report import (
     Floats,
@@ -92,7 +92,7 @@ class Savings(ResultTable):
         return float(savings.saved_share[0]) if len(savings) else float("nan")
 
 
-def saved_share(rows: Any) -> np.ndarray:
+def saved_share(rows: "Savings | PrefixSavings") -> np.ndarray:
     """Returns saved pages / pages without sharing, both summed over steps."""
     return 1 - rows.distinct_pages / np.maximum(rows.logical_pages, 1)
 
@@ -195,7 +195,7 @@ class ServedPages(NamedTuple):
     tokens: dict[tuple[int, int], list[int]]
     duration_s: float
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, object]:
         """Returns totals under the names of table columns."""
         return self._asdict() | {
             "logical_pages": self.logical_pages.sum(),
@@ -286,7 +286,7 @@ class Client(NamedTuple):
 
 
 def step_with_tables(
-    params: Any, state: EngineState, *, forward: Any, **rules: Any
+    params: Params, state: EngineState, *, forward: Forward, **rules: Any
 ) -> tuple[EngineState, tuple[StepInfo, PageTable]]:
     """Runs a step; also returns the page table in its middle."""
     # The step plans again; the compiler removes the duplicate.

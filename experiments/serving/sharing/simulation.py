@@ -14,7 +14,7 @@ prefills for each request.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +44,9 @@ from jaxkv.report import (
 )
 from jaxkv.simulation import Capacity, Cost, SimulationMember, Work
 from jaxkv.workloads import ALPACA, SHAREGPT, LogNormal, Pair, make_workload, open_loop
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PANELS = (2, 2)
 SWITCH = ("num_simulated", True)
@@ -303,7 +306,7 @@ def _translations(
     )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns a row per setting."""
     # Every run of the experiment has the keys of both studies.
     served = ("samples", "beams", "readings", "prefixes", "pictures")
@@ -330,7 +333,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws figure 15a above and figure 16 below."""
     names = result.counted.distinct("lengths")
     for ax, name in zip(axes[0], names, strict=False):
@@ -341,7 +344,7 @@ def plot(axes: Any, result: Result) -> None:
         ax.remove()
 
 
-def _draw_savings(ax: Any, counted: SimulatedSavings, name: str) -> None:
+def _draw_savings(ax: "Axes", counted: SimulatedSavings, name: str) -> None:
     """Draws simulated and published bars; a dash marks the saving by lengths."""
     data = DATASET_NAMES[name]
     place = np.arange(len(counted))
@@ -349,8 +352,9 @@ def _draw_savings(ax: Any, counted: SimulatedSavings, name: str) -> None:
         (-0.2, counted.published_share, "published", "the paper's"),
         (0.2, counted.saved_share, data, "ours"),
     ):
-        look = system_style(system).bar | {"label": label}
-        container = ax.bar(place + shift, 100 * share, 0.38, **look)
+        container = ax.bar(
+            place + shift, 100 * share, 0.38, label=label, **system_style(system).bar
+        )
         texts = [f"{y:.1f}" if np.isfinite(y) else "" for y in 100 * share]
         ax.bar_label(container, texts, padding=2)
     expected = 100 * counted.expected_share
@@ -364,7 +368,7 @@ def _draw_savings(ax: Any, counted: SimulatedSavings, name: str) -> None:
     ax.legend()
 
 
-def _draw_latency(ax: Any, translated: TranslationRates, i: int) -> None:
+def _draw_latency(ax: "Axes", translated: TranslationRates, i: int) -> None:
     """Draws latency by rate as in figure 16."""
     for k, name in enumerate(SYSTEMS):
         end = translated.at_most[i, k]

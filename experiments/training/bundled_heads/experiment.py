@@ -7,7 +7,7 @@ answers to held-out files.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from experiments.harness import make_benchmark_config, make_engine
 from experiments.training.bundled_model import experiment as bundled_model
 from jaxkv import validation
 from jaxkv.files import model_folder
-from jaxkv.models import LoadedModel, Params, load_model
+from jaxkv.models import LoadedModel, ModelConfig, Params, load_model
 from jaxkv.plotting import draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
@@ -37,6 +37,9 @@ from scaling.training import (
     stream_windows,
     train_heads,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Kind = Literal["medusa", "eagle"]
 
@@ -79,7 +82,7 @@ class Config:
         """Returns the training recipe of a kind."""
         return self.medusa if kind == "medusa" else self.eagle
 
-    def shape(self, kind: Kind, model: Any) -> HeadsConfig:
+    def shape(self, kind: Kind, model: ModelConfig) -> HeadsConfig:
         """Returns the shape of the heads of a kind for a target model."""
         if kind == "eagle":
             return EagleConfig(target=model, taps=self.taps)
@@ -225,7 +228,7 @@ def score_heads(
     )
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(ax: "Axes", result: Result) -> None:
     """Draws the acceptance rate of the best drafts by depth."""
     names = {"medusa": "Medusa", "eagle": "EAGLE"}
     ends = []

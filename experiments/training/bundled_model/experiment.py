@@ -8,10 +8,11 @@ many layers, for which the shipped one is a draft model. `deepseek` trained the 
 """
 
 import dataclasses
+import functools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,9 @@ from scaling.training import (
     score_documents,
     serving_config,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,12 +243,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     """Trains, scores held-out text and exports."""
     split = load_documents(config.text)
     with files.folder_or_temporary(config.folder) as folder:
-        how: Any = {"objective": config.objective, "progress": progress}
-        runs = [training.train(config.trunk, folder / "trunk", **how)]
+        train = functools.partial(
+            training.train, objective=config.objective, progress=progress
+        )
+        runs = [train(config.trunk, folder / "trunk")]
         if runs[0].status == "done":
             at = folder / "cooldown"
             start = runs[0].checkpoint
-            runs.append(training.train(config.cooldown, at, start=start, **how))
+            runs.append(train(config.cooldown, at, start=start))
     params = runs[-1].params
     done = len(runs) == 2 and runs[-1].status == "done"
     tokens = []
@@ -290,7 +296,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return result
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(ax: "Axes", result: Result) -> None:
     """Draws the training loss by tokens, and the final held-out loss."""
     loss = result.loss / np.log(2)
     draw_curve(ax, result.tokens / 1e6, loss, 5, "training", marker="")

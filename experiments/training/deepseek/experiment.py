@@ -10,7 +10,7 @@ All models have the same learning rate, text and number of tokens.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -55,6 +55,9 @@ from scaling.corpora import CorpusConfig, open_corpus
 from scaling.costs import kv_bytes_per_token
 from scaling.shapes import describe_config
 from scaling.training import count_model_parameters, stream_windows, training_flops
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PANELS = (2, 2)
 PANEL_SIZE_INCHES = (3.4, 3.4)
@@ -231,7 +234,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def _row(trained: TrainedModel) -> dict[str, Any]:
+def _row(trained: TrainedModel) -> dict[str, object]:
     """Returns a row of `TrainedModels`."""
     model = trained.model
     score = trained.score
@@ -341,7 +344,7 @@ def summary(result: Result) -> list[ReportPart]:
     return [sheet for sheet in sheets if not isinstance(sheet, Sheet) or sheet.rows]
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws loss by KV bytes, balance, acceptance by depth, and speed."""
     _draw_attention(axes[0, 0], result.models)
     _draw_balance(axes[0, 1], result)
@@ -349,7 +352,7 @@ def plot(axes: Any, result: Result) -> None:
     _draw_speed(axes[1, 1], result)
 
 
-def _draw_attention(ax: Any, models: TrainedModels) -> None:
+def _draw_attention(ax: "Axes", models: TrainedModels) -> None:
     """Draws every run of every attention, and the line through their means."""
     points = []
     for kind in ATTENTIONS:
@@ -371,7 +374,7 @@ def _draw_attention(ax: Any, models: TrainedModels) -> None:
     label_log_axis(ax.xaxis)
 
 
-def _draw_balance(ax: Any, result: Result) -> None:
+def _draw_balance(ax: "Axes", result: Result) -> None:
     """Draws the busiest expert over training for both balances."""
     means = []
     for kind in BALANCES:
@@ -392,7 +395,7 @@ def _draw_balance(ax: Any, result: Result) -> None:
         ax.legend()
 
 
-def _draw_depths(ax: Any, result: Result) -> None:
+def _draw_depths(ax: "Axes", result: Result) -> None:
     """Draws the share of accepted drafts by position."""
     depths = result.depths
     title = "Accepted drafts"
@@ -407,7 +410,7 @@ def _draw_depths(ax: Any, result: Result) -> None:
     set_labels(ax, title, x, y, ylim=(0, 100))
 
 
-def _draw_speed(ax: Any, result: Result) -> None:
+def _draw_speed(ax: "Axes", result: Result) -> None:
     """Draws tokens per second of every way of serving, for the smallest batch."""
     batches = result.served.distinct("batch")
     served = result.served.where(batch=batches[0] if batches else 0)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float
@@ -274,8 +274,9 @@ def train_block_model(
     objective: TrainingObjective = NEXT_TOKEN
     if model.num_ahead_layers:
         objective = MultiTokenPrediction()
-    how: Any = {"objective": objective, "progress": progress}
-    training_run = training.train(config, folder, **how)
+    training_run = training.train(
+        config, folder, objective=objective, progress=progress
+    )
     if training_run.status == "stopped":
         return None
     if training_run.status == "diverged":

@@ -1,7 +1,7 @@
 """Serves trained models through the paged engine, with and without their own drafts."""
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from experiments.harness import Server, make_benchmark_config, measure_in_turns
 from experiments.training.deepseek.runs import DENSE, FULL_BLOCK, TrainedModel
 from jaxkv.engine import EngineConfig, EngineRules
+from jaxkv.memory import Pages
 from jaxkv.models import ModelConfig, make_model_pages
 from jaxkv.progress import Progress
 from jaxkv.report import Floats, Ints, ResultTable, Texts, column, computed_column
@@ -102,7 +103,7 @@ def page_bytes_per_token(model: ModelConfig, dtype: str = "bfloat16") -> float:
     return _bytes_per_token(pages, bounds)
 
 
-def _bytes_per_token(pages: Any, bounds: EngineConfig) -> float:
+def _bytes_per_token(pages: Pages, bounds: EngineConfig) -> float:
     leaves = jax.tree.leaves(pages)
     return sum(x.nbytes for x in leaves) / (bounds.num_pages * bounds.page_size)
 

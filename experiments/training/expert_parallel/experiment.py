@@ -42,7 +42,7 @@ from jaxkv.report import (
     format_seconds,
 )
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, CorpusConfig, open_corpus
-from scaling.costs import parse_layout
+from scaling.costs import Layout, parse_layout
 from scaling.training import (
     OptimizerConfig,
     StepConfig,
@@ -257,7 +257,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 def _dropped(
     config: Config, balancing: str, params: Params, windows: np.ndarray
-) -> tuple[float, list[tuple[Any, ...]]]:
+) -> tuple[float, list[tuple[object, ...]]]:
     """Returns the loss without drops, and drops and loss of each capacity factor."""
     model = config.model(balancing)
     p = max(config.devices)
@@ -292,7 +292,7 @@ def _dropped(
     return base, rows
 
 
-def _loss(model: ModelConfig, layout: Any, params: Params, windows: Array) -> float:
+def _loss(model: ModelConfig, layout: Layout, params: Params, windows: Array) -> float:
     """Returns mean nats per token of windows under a layout."""
     gradient = divided_gradient(model, StepConfig(layout=layout))
     nats = jax.jit(lambda params, windows: gradient(params, windows)[0])
@@ -301,7 +301,7 @@ def _loss(model: ModelConfig, layout: Any, params: Params, windows: Array) -> fl
 
 def _divide(
     config: Config, params: Params, windows: np.ndarray, progress: Progress
-) -> list[tuple[Any, ...]]:
+) -> list[tuple[object, ...]]:
     """Compiles every layout; compares its traffic and gradient, and times it."""
     model = config.model("with")
     held_out = jnp.asarray(windows[: config.batch_size])
@@ -342,7 +342,7 @@ def _divide(
     return [(*row, step_s) for row, step_s in zip(rows, times, strict=True)]
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns rows of all layouts, capacities and loads, and the losses."""
     return report.metrics(result) | {"losses": result.losses.tolist()}
 
@@ -370,23 +370,25 @@ def summary(result: Result) -> list[ReportPart]:
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares formulas with programs, and gradients with those of one device."""
     for row in result.ways.rows():
-        words: dict[str, Any] = {"layout": row["layout"]}
+        words = row["layout"]
         yield measured(
-            "bytes", row["sent_bytes"], published=row["found_bytes"], **words
+            "bytes", row["sent_bytes"], published=row["found_bytes"], layout=words
         )
-        if "capacity" not in row["layout"]:
-            yield measured("gradient", row["error"], **words)
+        if "capacity" not in words:
+            yield measured("gradient", row["error"], layout=words)
     for capacity in result.drops.distinct("capacity"):
         both = result.drops.where(capacity=capacity)
         dropped = dict(zip(both.balancing.tolist(), both.dropped.tolist(), strict=True))
         if len(dropped) == len(BALANCE_WEIGHTS) and dropped["without"]:
-            words: dict[str, Any] = {"capacity": f"{capacity:g}"}
             yield measured(
-                "drops", dropped["with"], published=dropped["without"], **words
+                "drops",
+                dropped["with"],
+                published=dropped["without"],
+                capacity=f"{capacity:g}",
             )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws traffic by number of devices, and drops by capacity factor."""
     from matplotlib import ticker
 

@@ -12,7 +12,6 @@ and serving reads every expert that a token of the batch is routed to.
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -275,16 +274,20 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares routing, gain and balance with expected and published values."""
     yield measured("shares", result.routing_error)
     ratio, *ends = result.ratio.tolist()
-    words: dict[str, Any] = {"interval": format_interval(*ends)}
     shown = judge_direction(*ends)
-    words["shown"] = shown
-    yield measured("gain", ratio, direction=direction_verdict(shown), **words)
+    yield measured(
+        "gain",
+        ratio,
+        direction=direction_verdict(shown),
+        interval=format_interval(*ends),
+        shown=shown,
+    )
     if result.loads.size:
         balanced, free = result.loads.max(axis=2).mean(axis=1).tolist()
         yield measured("balance", balanced, published=free)
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns laws, the compute ratio, the imbalance, and every run."""
     names = ("ratio", "ratio_low", "ratio_high")
     ratios = dict(zip(names, result.ratio.tolist(), strict=True))
@@ -342,18 +345,17 @@ def _rates(pair_runs: PairRuns) -> Sheet:
     )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the runs with their laws, and the expert loads of a pair."""
     from matplotlib import ticker
 
     left, right = axes
     for i, kind in enumerate(PAIR):
         subset = result.runs.where(kind=kind)
-        look: dict[str, Any] = {"linestyle": ""}
         fitted, other_rates = (subset.where(is_fitted=x) for x in (True, False))
-        draw_curve(left, fitted.flops, fitted.loss, kind, kind, **look)
-        look |= {"marker": "x", "alpha": 0.5}
-        draw_curve(left, other_rates.flops, other_rates.loss, kind, **look)
+        draw_curve(left, fitted.flops, fitted.loss, kind, kind, linestyle="")
+        look = {"linestyle": "", "marker": "x"}
+        draw_curve(left, other_rates.flops, other_rates.loss, kind, alpha=0.5, **look)
         if result.curve_flops.size:
             at, low, high = result.curve_loss[i].T
             draw_curve(left, result.curve_flops, at, kind, marker="")

@@ -138,7 +138,7 @@ def _kinds(
     return sound, [row for row in result if row["kind"] != SOUND]
 
 
-def plot(axes: Any, result: list[dict[str, Any]]) -> None:
+def plot(axes: np.ndarray, result: list[dict[str, Any]]) -> None:
     """Draws the coverage on sound surfaces, and the results on ill-posed ones."""
     sound, ill = _kinds(result)
     left, right = axes

@@ -1,7 +1,7 @@
 """The figure of `isoflop`: the lecture's three panels, and the prediction."""
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +20,10 @@ from jaxkv.plotting import (
 )
 from scaling.cli import draw_isoflop_groups
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.typing import ColorType
+
 _GREY = "0.6"
 METHOD_STYLES = {
     "parabola": (ORANGE, "v"),
@@ -29,7 +33,7 @@ METHOD_STYLES = {
 """Colour and marker of each method's minima."""
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws a result on 3 rows of 2 axes."""
     from matplotlib import ticker
 
@@ -50,7 +54,7 @@ def plot(axes: Any, result: Result) -> None:
         ax.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-def _draw_curves(ax: Any, result: Result) -> None:
+def _draw_curves(ax: "Axes", result: Result) -> None:
     """Draws the training loss of every run by compute, and the lower envelope."""
     curves = result.curves
     shade = sequential_colors(np.log(curves.num_params))
@@ -83,14 +87,13 @@ def _draw_curves(ax: Any, result: Result) -> None:
     label_log_axis(ax.yaxis)
 
 
-def _draw_optima(ax: Any, result: Result, name: str) -> None:
+def _draw_optima(ax: "Axes", result: Result, name: str) -> None:
     """Draws the optimum by 3 approaches, up to the held-out run."""
     optima = result.optima
     predicted = result.predicted
     ends = np.array([optima.flops.min() / 2, predicted["flops"] * 1.5])
     cloud = getattr(result.envelope, name)
-    look = {"color": _GREY, "markersize": 2}
-    ax.plot(result.envelope.flops, cloud, ".", **look)
+    ax.plot(result.envelope.flops, cloud, ".", color=_GREY, markersize=2)
     powers = getattr(result.envelope, f"{name}_power")
     _line(ax, powers, ends, _GREY, "envelope")
     exponents = [powers.exponent]
@@ -118,13 +121,12 @@ def _draw_optima(ax: Any, result: Result, name: str) -> None:
     ax.legend()
 
 
-def _star(ax: Any, x: float, y: float) -> None:
-    look = {"color": colors()[RED], "markersize": 10}
-    ax.plot(x, y, "*", label="held-out run", **look)
+def _star(ax: "Axes", x: float, y: float) -> None:
+    ax.plot(x, y, "*", label="held-out run", color=colors()[RED], markersize=10)
 
 
 def _line(
-    ax: Any, powers: ComputePowers, x: np.ndarray, color: Any, label: str
+    ax: "Axes", powers: ComputePowers, x: np.ndarray, color: "ColorType", label: str
 ) -> None:
     if np.isfinite(powers.exponent):
         y = powers.coefficient * x**powers.exponent
@@ -132,13 +134,12 @@ def _line(
         ax.plot(x, y, color=color, linewidth=1, label=label)
 
 
-def _draw_losses(ax: Any, result: Result) -> None:
+def _draw_losses(ax: "Axes", result: Result) -> None:
     """Draws fitted, predicted and held-out losses."""
     fit = result.fit
     predicted = result.predicted
     truth = result.truth
-    dots = {"color": _GREY, "markersize": 4}
-    ax.plot(fit.flops, fit.loss, ".", label="fitted runs", **dots)
+    ax.plot(fit.flops, fit.loss, ".", label="fitted runs", color=_GREY, markersize=4)
     surface = result.surface
     ax.plot(surface.flops, surface.loss, "k--", linewidth=1, label="law")
     x = surface.flops
@@ -163,7 +164,7 @@ def _draw_losses(ax: Any, result: Result) -> None:
     ax.legend()
 
 
-def _draw_rates(ax: Any, result: Result) -> None:
+def _draw_rates(ax: "Axes", result: Result) -> None:
     """Draws the best learning rate of every cell by tokens."""
     rates = result.rates
     predicted = result.predicted
@@ -172,8 +173,13 @@ def _draw_rates(ax: Any, result: Result) -> None:
     for color, mark, width in looks:
         subset = rates.where(width=width)
         subset = subset.at(np.argsort(subset.num_tokens))
-        look = {"color": color, "marker": mark, "label": f"width {width:.0f}"}
-        ax.plot(subset.num_tokens, subset.learning_rate, **look)
+        ax.plot(
+            subset.num_tokens,
+            subset.learning_rate,
+            color=color,
+            marker=mark,
+            label=f"width {width:.0f}",
+        )
     _star(ax, predicted["num_tokens"], predicted["learning_rate"])
     title = "Best learning rates by tokens and width"
     if len(widths):

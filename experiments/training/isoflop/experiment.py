@@ -12,6 +12,7 @@ Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3; the lectures' three p
 import dataclasses
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
 
 def _train(
     config: Config, sweep: SweepConfig, folder: Path, progress: Progress
-) -> list[dict[str, Any]]:
+) -> Sequence[Mapping[str, Any]]:
     """Runs or resumes a sweep; returns the records of finished runs."""
     outcome = run_logged_sweep(sweep, folder, progress)
     if outcome.is_stopped:
@@ -197,7 +198,7 @@ def _train(
     return [row for row in outcome.records if row["status"] == "done"]
 
 
-def cosine_sweep(config: Config, rows: list[dict[str, Any]]) -> SweepConfig:
+def cosine_sweep(config: Config, rows: Sequence[Mapping[str, Any]]) -> SweepConfig:
     """Returns a sweep of every size and length, each with its own cosine schedule.
 
     The published envelope is of such curves: each ends at a decayed rate. There is one
@@ -221,7 +222,9 @@ def cosine_sweep(config: Config, rows: list[dict[str, Any]]) -> SweepConfig:
 
 
 def cosine_ratios(
-    rows: list[dict[str, Any]], under_cosine: list[dict[str, Any]], seed: int
+    rows: Sequence[Mapping[str, Any]],
+    under_cosine: Sequence[Mapping[str, Any]],
+    seed: int,
 ) -> list[float]:
     """Returns the excess loss of a cosine schedule for each size and length.
 
@@ -243,7 +246,7 @@ def cosine_ratios(
 def _predict(
     config: Config,
     log: Log,
-    rows: list[dict[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
     document: str,
     errors: dict[str, float],
 ) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def stack_frontiers(
       is_one: True for a single frontier without an axis of methods.
     """
 
-    def by_method(rows: list[Any]) -> np.ndarray:
+    def by_method(rows: Sequence[float | np.ndarray]) -> np.ndarray:
         return np.asarray(rows[0] if is_one else np.stack(rows))
 
     def power(name: str) -> ComputePowers:

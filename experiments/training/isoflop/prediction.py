@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import math
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -66,7 +67,7 @@ def choose_law(log: Log, budgets: tuple[float, ...]) -> dict[str, float]:
 def predict_held_out(
     config: Any,
     log: Log,
-    rows: list[dict[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
     document: str,
     errors: dict[str, float],
 ) -> dict[str, Any]:
@@ -185,7 +186,7 @@ def average_predictions(
     return math.exp(mean), spread
 
 
-def seed_spread(rows: list[Any]) -> float:
+def seed_spread(rows: Sequence[Mapping[str, Any]]) -> float:
     """Returns the pooled standard deviation of ln L over seeds; 0 without repeats."""
     cells: dict[str, list[float]] = {}
     for row in rows:

@@ -1,7 +1,7 @@
 """Claims, metrics and tables of `isoflop`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -186,7 +186,7 @@ def _prediction(result: Result, stats: dict[str, Any]) -> Sheet:
     return Sheet("the predicted run", ("", ""), rows, predicted["conventions"])
 
 
-def _with_interval(value: float | None, interval: Any) -> str:
+def _with_interval(value: float | None, interval: Sequence[float | None]) -> str:
     if value is None:
         return "none"
     if not interval or any(x is None for x in interval):

@@ -9,7 +9,6 @@ estimate by counting costs (V - 1) / 2D nats per token.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -199,7 +198,7 @@ def fit_runs(
     )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws losses by tokens with the entropies, and the excess of counting."""
     left, right = np.ravel(axes)
     runs = result.runs
@@ -261,7 +260,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns the floor, the fits and the best run."""
     runs = result.runs
     best = {"best_loss": None, "best_num_params": None}

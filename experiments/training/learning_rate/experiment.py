@@ -10,7 +10,6 @@ Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715, section
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -161,7 +160,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws loss by learning rate, and the best rate by width."""
     left, right = axes
     runs = result.runs
@@ -231,7 +230,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("tokens", exponent + half, exponent=exponent, half=half)
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns the exponents with the half widths of their intervals."""
     powers = result.powers._asdict()
     del powers["coefficient"]

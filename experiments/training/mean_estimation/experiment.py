@@ -7,7 +7,7 @@ both the law and a free power law are fitted to it.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ResultRecord, column
 from scaling import fits
 from scaling.laws import find_law
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SIGMA = 2.0
 
@@ -88,7 +91,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(sizes, error, slope, -high, -low, law.coefficients["sigma_squared"])
 
 
-def plot(ax: Any, result: Result) -> None:
+def plot(ax: "Axes", result: Result) -> None:
     """Draws the errors and the law."""
     x = result.num_samples
     law = SIGMA**2 / result.num_samples

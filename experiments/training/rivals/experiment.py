@@ -8,7 +8,7 @@ with an interval instead of the result of two runs.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,6 +47,9 @@ from jaxkv.report import (
     computed_column,
 )
 from scaling.frontiers import find_best_runs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CONFIGS = settings.CONFIGS
 PANELS = (4, 1)
@@ -202,7 +205,7 @@ def _differences(result: Result) -> Differences:
     )
 
 
-def metrics(result: Result) -> dict[str, Any]:
+def metrics(result: Result) -> dict[str, object]:
     """Returns ratios, differences, and gains at the end of the window."""
     ratios = read_ratios(result)
     return {
@@ -263,7 +266,7 @@ def summary(result: Result) -> list[ReportPart]:
     ]
 
 
-def plot(axes: Any, result: Result) -> None:
+def plot(axes: np.ndarray, result: Result) -> None:
     """Draws a result on 4 axes."""
     _draw_curves(axes[0], result)
     _draw_places(axes[1], result)
@@ -274,7 +277,7 @@ def plot(axes: Any, result: Result) -> None:
 LOSS_LABEL = "held-out loss [nats/byte]"
 
 
-def _draw_curves(ax: Any, result: Result) -> None:
+def _draw_curves(ax: "Axes", result: Result) -> None:
     """Draws the runs of each side's frontier, and the curve through them."""
     lowest = {}
     for i, name in enumerate(result.sides.tolist()):
@@ -295,7 +298,7 @@ def _draw_curves(ax: Any, result: Result) -> None:
     ax.legend()
 
 
-def _draw_places(ax: Any, result: Result) -> None:
+def _draw_places(ax: "Axes", result: Result) -> None:
     places = result.places.place
     losses = result.places.loss
     for i, name in enumerate(result.sides.tolist()):
@@ -314,7 +317,7 @@ def _draw_places(ax: Any, result: Result) -> None:
     ax.legend()
 
 
-def _draw_ratios(ax: Any, result: Result) -> None:
+def _draw_ratios(ax: "Axes", result: Result) -> None:
     """Draws the ratio of each side with its interval, a line per side."""
     ratios = read_ratios(result).where(compute="exact")
     ratios = ratios.at(np.isfinite(ratios.ratio))
@@ -339,7 +342,7 @@ def _draw_ratios(ax: Any, result: Result) -> None:
     label_log_axis(ax.xaxis)
 
 
-def _draw_differences(ax: Any, result: Result) -> None:
+def _draw_differences(ax: "Axes", result: Result) -> None:
     """Draws mean differences over seeds, with a vertical line for their range."""
     worst = ("", 0.0)
     names = result.sides.tolist()

@@ -7,7 +7,7 @@ arXiv:2405.18392, section 3).
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from scaling.corpora import Corpus
 from scaling.frontiers import (
     ComputeRatio,
     FrontierCurve,
+    FrontierFit,
     compare_best_runs,
     evaluate_fit,
     fit_best_runs,
@@ -132,7 +133,7 @@ class SideResult(NamedTuple):
       losses: nats of every held-out token of each seed's longest run.
     """
 
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, float]]
     trials: list[tuple[float, float]]
     losses: Float[np.ndarray, "seeds windows seq"]
 
@@ -235,7 +236,7 @@ def _cooldown(num_steps: int) -> int:
     return max(1, num_steps // 5)
 
 
-def _row(end: FinishedRun, losses: np.ndarray) -> dict[str, Any]:
+def _row(end: FinishedRun, losses: np.ndarray) -> dict[str, float]:
     run = end.run
     counts = count_model_parameters(run.model)
     means = losses.mean(1)
@@ -264,7 +265,9 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
     trials = [(*pair, *trial) for pair, x in trained.items() for trial in x.trials]
     runs = SideRuns.of(rows)
     # Each side's curve through its best runs, and curves of resampled trunks.
-    fits: dict[str, list[tuple[Any, list[Any]]]] = {x: [] for x in COMPUTE.values()}
+    fits: dict[str, list[tuple[FrontierFit | None, list[FrontierFit | None]]]] = {
+        x: [] for x in COMPUTE.values()
+    }
     for compute, side_fits in fits.items():
         for i in range(len(names)):
             subset = runs.where(side=i)
@@ -299,7 +302,7 @@ def collect(names: Sequence[str], trained: SideResults, config: Config) -> Resul
     )
 
 
-def _stacked(tuples: Any) -> Any:
+def _stacked[T: tuple](tuples: Iterable[T]) -> T:
     """Stacks NamedTuples of arrays."""
     listed = [*tuples]
     return type(listed[0])(*map(np.stack, zip(*listed, strict=True)))

@@ -1,7 +1,6 @@
 """Predicted latencies of load stages, next to the measured ones."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -159,7 +158,7 @@ class CalibrationResult(ResultRecord):
 
 def prediction_rows(
     stage: MeasuredStage, latencies: StageLatencies, left_out: str, fit: int
-) -> Iterator[tuple[Any, ...]]:
+) -> Iterator[tuple[object, ...]]:
     """Yields the rows of `Predictions` for a stage."""
     for name, (latency, statistic) in LATENCY_STATISTICS.items():
         quantiles = np.quantile(

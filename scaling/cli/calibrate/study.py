@@ -8,7 +8,7 @@ without the stage itself.
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -205,7 +205,7 @@ def _name(model: str) -> str:
     return shapes.describe_checkpoint(model).name
 
 
-def plot(axes: Any, result: CalibrationResult) -> None:
+def plot(axes: np.ndarray, result: CalibrationResult) -> None:
     """Draws predicted over measured times of each stage, with both intervals."""
     kind = result.kinds()[0]
     for ax, latency in zip(axes, (END_TO_END, FIRST_TOKEN), strict=True):
@@ -237,7 +237,7 @@ def plot(axes: Any, result: CalibrationResult) -> None:
 _MODEL_COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)
 
 
-def metrics(result: CalibrationResult) -> dict[str, Any]:
+def metrics(result: CalibrationResult) -> dict[str, object]:
     """Returns errors by kind, and the rows of all tables."""
     predictions = result.predictions
     shown = ("stage", "model", "rate_per_s", "latency", "measured_s", "predicted_s")

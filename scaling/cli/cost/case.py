@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scaling.costs import (
     BYTES_PER_NUMBER,
@@ -67,7 +67,7 @@ class CostCase(NamedTuple):
         """Tensors that a layer keeps for the backward pass."""
         return self.evaluate(stored_tensors, number_bytes=self.bytes_per_param.weight)
 
-    def evaluate[T](self, formula: Callable[..., T], **change: Any) -> T:
+    def evaluate[T](self, formula: Callable[..., T], **change: object) -> T:
         """Returns the value of a formula of `scaling.costs` for this case.
 
         Args:

@@ -257,7 +257,7 @@ def _divided(total: int, tokens: int) -> int | float:
     return total // tokens if total % tokens == 0 else total / tokens
 
 
-def _served(case: CostCase, work: ServingWork) -> dict[str, Any]:
+def _served(case: CostCase, work: ServingWork) -> dict[str, object]:
     return {
         **work._asdict(),
         "intensity": work.intensity,

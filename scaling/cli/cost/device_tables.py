@@ -68,7 +68,7 @@ def _passes(case: CostCase, heads: tuple[str, ...]) -> list[Sheet]:
     """Returns the traffic of a device in decode and prefill steps of an engine."""
     batch = case.batch
     cp = case.layout.pages
-    size: Any = {"number_bytes": case.number_bytes}
+    size = {"number_bytes": case.number_bytes}
     sizes = size | {"rows": batch * case.sequence, "logit_rows": batch}
     is_divided = "divided" if sizes["rows"] % cp == 0 else "not divided"
     kinds = (

@@ -1,7 +1,7 @@
 """Figure of `jaxkv cost`: breakdown of operations and memory, and rooflines."""
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxkv import plotting
 from jaxkv.plotting import (
@@ -20,6 +20,10 @@ from jaxkv.plotting import (
 from scaling.cli.cost.case import CostCase
 from scaling.costs import decode_work, forward_terms, prefill_work, training_memory
 
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+
 _RECOMPUTE_POLICIES = ("none", "selective", "boundary")
 _CONTEXT_LENGTHS = (128, 1024, 8192)
 
@@ -27,7 +31,7 @@ _CONTEXT_LENGTHS = (128, 1024, 8192)
 def render_cost_figure(case: CostCase) -> dict[str, bytes]:
     """Draws the figure and returns its files by name."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: "np.ndarray") -> None:
         _flops(axes[0, 0], case)
         _memory(axes[0, 1], case)
         _decode(axes[1, 0], case)
@@ -36,7 +40,7 @@ def render_cost_figure(case: CostCase) -> dict[str, bytes]:
     return render_figure(draw, panels=(2, 2), size_inches=(3.4, 3.7))
 
 
-def _flops(ax: Any, case: CostCase) -> None:
+def _flops(ax: "Axes", case: CostCase) -> None:
     """Draws the operations per token against the sequence length, stacked by part."""
     lengths = [2**x for x in range(8, 18)]
     parts: dict[str, list[float]] = {}
@@ -85,7 +89,7 @@ _PART_STYLES = {
 """Colour and hatch of the parts."""
 
 
-def _memory(ax: Any, case: CostCase) -> None:
+def _memory(ax: "Axes", case: CostCase) -> None:
     """Draws the training memory of the fullest device by checkpointing policy."""
     memories = [
         case.evaluate(training_memory, checkpointing=policy)
@@ -115,7 +119,7 @@ def _memory(ax: Any, case: CostCase) -> None:
     ax.legend()
 
 
-def _decode(ax: Any, case: CostCase) -> None:
+def _decode(ax: "Axes", case: CostCase) -> None:
     """Draws the intensity of decoding against the batch, by context length."""
     batches = [2**x for x in range(13)]
     bound = []
@@ -132,7 +136,7 @@ def _decode(ax: Any, case: CostCase) -> None:
     _roof(ax, case, batches, title, "batch [sequences]")
 
 
-def _prefill(ax: Any, case: CostCase) -> None:
+def _prefill(ax: "Axes", case: CostCase) -> None:
     """Draws the intensity of prefill against the prompt length."""
     lengths = [2**x for x in range(14)]
     works = [case.evaluate(prefill_work, batch=1, prompt=x) for x in lengths]
@@ -145,7 +149,7 @@ def _prefill(ax: Any, case: CostCase) -> None:
     _roof(ax, case, lengths, title, "prompt [tokens]")
 
 
-def _roof(ax: Any, case: CostCase, sizes: list[int], title: str, x: str) -> None:
+def _roof(ax: "Axes", case: CostCase, sizes: list[int], title: str, x: str) -> None:
     """Draws the ridge: steps above it are compute-bound, below it memory-bound."""
     draw_ridge(ax, case.device.name, case.ridge)
     ax.set_xscale("log", base=2)

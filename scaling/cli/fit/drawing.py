@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from jaxkv.plotting import (
 from jaxkv.report import format_count
 from scaling.cli.fit.result import Contour, LogFits
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 CONTOUR_LEVELS = (1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 10.0)
 """Contour levels of the objective, relative to its minimum."""
 MAX_DOTS = 4096
@@ -29,7 +32,7 @@ drawn."""
 _GREY = "0.6"
 
 
-def plot(axes: Any, result: LogFits) -> None:
+def plot(axes: np.ndarray, result: LogFits) -> None:
     """Draws a result on two rows of two axes."""
     num = len(result.row)
     if num > MAX_DOTS:
@@ -44,7 +47,7 @@ def plot(axes: Any, result: LogFits) -> None:
     _draw_contour(axes[1, 1], result.contour, str(result.laws[0]))
 
 
-def _draw_losses(ax: Any, result: LogFits) -> None:
+def _draw_losses(ax: "Axes", result: LogFits) -> None:
     """Draws the runs, and the first law for some of their sizes."""
     name, x = _axis(result)
     has_sizes = bool(np.isfinite(result.num_params).all())
@@ -58,13 +61,24 @@ def _draw_losses(ax: Any, result: LogFits) -> None:
     styles = itertools.cycle(("-", "--", "-.", ":"))
     for i, (size, flops, loss) in enumerate(lines, len(result.num_params)):
         color = sequential_colors(log_sizes)[i]
-        look = {"linestyle": next(styles), "linewidth": 1}
-        ax.plot(flops, loss, color=color, label=format_count(size), **look)
+        ax.plot(
+            flops,
+            loss,
+            color=color,
+            label=format_count(size),
+            linestyle=next(styles),
+            linewidth=1,
+        )
     if result.frontier.x.size:
         label = "optimum" if not len(result.sizes) else "compute optimum"
         label = label if x is result.flops else "law"
-        look = {"color": "0.2", "linewidth": 1.4, "linestyle": (0, (1, 1))}
-        ax.plot(*result.frontier, label=label, **look)
+        ax.plot(
+            *result.frontier,
+            label=label,
+            color="0.2",
+            linewidth=1.4,
+            linestyle=(0, (1, 1)),
+        )
     if ax.get_legend_handles_labels()[0]:
         ax.legend()
     off = np.abs(np.log(result.loss / result.predicted[0]))[result.is_fitted]
@@ -75,7 +89,7 @@ def _draw_losses(ax: Any, result: LogFits) -> None:
     label_log_axis(ax.yaxis)
 
 
-def _draw_residuals(ax: Any, result: LogFits) -> None:
+def _draw_residuals(ax: "Axes", result: LogFits) -> None:
     """Draws the residuals of each law by compute; held-out runs are hollow."""
     held = ~result.is_fitted
     name, x = _axis(result)
@@ -100,7 +114,7 @@ LAW_COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE)
 
 
 def _scatter(
-    ax: Any,
+    ax: "Axes",
     x: np.ndarray,
     y: np.ndarray,
     color: np.ndarray,
@@ -111,13 +125,28 @@ def _scatter(
     mark: str = "o",
 ) -> None:
     """Draws runs as dots; held-out runs are hollow."""
-    at = {"c": color[~held], "s": 14, "linewidths": 0, "label": fitted or None}
-    ax.scatter(x[~held], y[~held], marker=mark, **at)
-    rings = {"facecolors": "none", "edgecolors": color[held], "linewidths": 0.9}
-    ax.scatter(x[held], y[held], s=18, label=held_out or None, marker=mark, **rings)
+    ax.scatter(
+        x[~held],
+        y[~held],
+        marker=mark,
+        c=color[~held],
+        s=14,
+        linewidths=0,
+        label=fitted or None,
+    )
+    ax.scatter(
+        x[held],
+        y[held],
+        s=18,
+        label=held_out or None,
+        marker=mark,
+        facecolors="none",
+        edgecolors=color[held],
+        linewidths=0.9,
+    )
 
 
-def _draw_groups(ax: Any, result: LogFits) -> None:
+def _draw_groups(ax: "Axes", result: LogFits) -> None:
     """Draws the runs of each budget, the parabolas through them, and their minima."""
     set_labels(ax, "isoFLOP curves", "parameters [1]", _label(result))
     if not len(result.parabolas.x):
@@ -136,7 +165,7 @@ def _draw_groups(ax: Any, result: LogFits) -> None:
     ax.set_ylim(low - margin, min(high, np.nanmax(result.parabolas.y)) + margin)
 
 
-def draw_isoflop_groups(ax: Any, result: LogFits) -> None:
+def draw_isoflop_groups(ax: "Axes", result: LogFits) -> None:
     """Draws the runs of each budget and the parabola through them."""
     marks = itertools.cycle("os^dvP")
     for i, color in enumerate(sequential_colors(np.arange(len(result.parabolas.x)))):
@@ -144,18 +173,24 @@ def draw_isoflop_groups(ax: Any, result: LogFits) -> None:
         if not selected.any():  # no run of this group is drawn
             continue
         flops = float(np.exp(np.log(result.flops[selected]).mean()))
-        dots = {"linestyle": "", "marker": next(marks), "color": color}
-        dots["markersize"] = 4
         x = result.num_params[selected]
         y = result.loss[selected]
-        ax.plot(x, y, label=f"{flops:.2g} FLOP", **dots)
+        ax.plot(
+            x,
+            y,
+            label=f"{flops:.2g} FLOP",
+            linestyle="",
+            marker=next(marks),
+            color=color,
+            markersize=4,
+        )
         x = result.parabolas.x[i]
         y = result.parabolas.y[i]
         ax.plot(x, y, color=color, linewidth=1)
     ax.set(xscale="log")
 
 
-def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
+def _draw_contour(ax: "Axes", contour: Contour, law: str) -> None:
     """Draws the objective with all other coefficients fitted, and the resamples."""
     title = f"{law}: objective over its least value (points: resamples)"
     set_labels(ax, title, "", "")
@@ -166,11 +201,24 @@ def _draw_contour(ax: Any, contour: Contour, law: str) -> None:
     height = np.log10(contour.objective)
     if not height.size:
         ax.set_title(f"{law}: where resamples ended")
-    faint = {"s": 2, "color": colors()[2], "alpha": 0.3, "linewidths": 0}
-    ax.scatter(contour.x_samples, contour.y_samples, rasterized=True, **faint)
+    ax.scatter(
+        contour.x_samples,
+        contour.y_samples,
+        rasterized=True,
+        s=2,
+        color=colors()[2],
+        alpha=0.3,
+        linewidths=0,
+    )
     if height.max(initial=0.0) > log_levels[0]:
-        look = {"levels": log_levels, "colors": "0.35", "linewidths": 0.8}
-        lines = ax.contour(contour.x, contour.y, height, **look)
+        lines = ax.contour(
+            contour.x,
+            contour.y,
+            height,
+            levels=log_levels,
+            colors="0.35",
+            linewidths=0.8,
+        )
         names = {
             float(at): f"{x:g}"
             for at, x in zip(log_levels, CONTOUR_LEVELS, strict=True)
@@ -202,7 +250,7 @@ def _label(result: LogFits) -> str:
     return f"{result.target.replace('_', ' ')} [as logged]"
 
 
-def _write_notice(ax: Any, text: str) -> None:
+def _write_notice(ax: "Axes", text: str) -> None:
     """Writes the reason for an empty panel."""
     ax.text(0.5, 0.5, text, ha="center", va="center", transform=ax.transAxes)
     ax.set(xticks=[], yticks=[])

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -107,7 +106,7 @@ def _document(
     parts: list[FitGroup],
     is_fitted: np.ndarray,
     unfitted: list[str],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns the content of `fit.json`: all fits, their data, notes and frontiers."""
     first, *others = (
         to_json(fit)

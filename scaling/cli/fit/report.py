@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ def summary(result: LogFits) -> list[ReportPart]:
     return [*parts, numbered_list("how the log was read", document["notes"])]
 
 
-def _keys(fit: dict[str, Any]) -> dict[str, Any]:
+def _keys(fit: Mapping[str, Any]) -> dict[str, Any]:
     return {key: fit[key] for key in FIT_KEYS} | {
         key: fit[key] for key in OPTIONAL if fit.get(key)
     }
@@ -239,7 +239,7 @@ def _percent(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{100 * value:{sign}.2f} %"
 
 
-def frontier_json(frontier: Frontier) -> dict[str, Any]:
+def frontier_json(frontier: Frontier) -> dict[str, object]:
     """Returns a frontier as JSON values."""
     laws = {
         "a": frontier.num_params,

@@ -160,7 +160,7 @@ def _unknown_law(name: str) -> str:
     return line if is_path else f"{line}; one of: {', '.join(CONSTANTS)}"
 
 
-def _of_group(document: Any, group: str | None) -> Any:
+def _of_group(document: object, group: str | None) -> Any:
     """Selects the fit of a group, for a log that was fitted by groups.
 
     Raises:
@@ -171,7 +171,7 @@ def _of_group(document: Any, group: str | None) -> Any:
             raise ValueError(f"--group {group}: not a fit of groups (fit --by)")
         return document
     fits = [document, *document.get("others", [])]
-    by_group: dict[str, Any] = {}
+    by_group: dict[str, dict[str, object]] = {}
     for fit in fits:
         by_group.setdefault(str(fit.get("group")), fit)
     names = [*by_group]

@@ -1,7 +1,9 @@
 """Figure of a plan: loss by budget, contours over N and D, tokens per parameter."""
 
+import functools
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,8 +17,11 @@ from jaxkv.plotting import (
     set_labels,
 )
 from scaling.cli.plan.options import PlanOptions
-from scaling.laws import CHINCHILLA, CONSTANTS, TwoPowers
+from scaling.laws import CHINCHILLA, CONSTANTS, Optimum, TwoPowers
 from scaling.plan import PlanCase, allocate_budget, law_two_powers, tokens_left
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _GREY = "0.6"
 _SPAN = 30.0
@@ -31,7 +36,7 @@ def render_plan_figure(
     """Draws the figure and returns its files by name."""
     law = options.law.rpartition("/")[2]
 
-    def draw(axes: Any) -> None:
+    def draw(axes: np.ndarray) -> None:
         _draw_budgets(axes[0], case, document, law)
         _draw_plane(axes[1], case, document)
         _draw_ratios(axes[2], case, document, law)
@@ -39,7 +44,9 @@ def render_plan_figure(
     return render_figure(draw, panels=(3, 1), size_inches=(6.8, 3.2))
 
 
-def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -> None:
+def _draw_budgets(
+    ax: "Axes", case: PlanCase, document: dict[str, Any], law: str
+) -> None:
     """Draws loss against parameters for a few budgets, and the optimum."""
     num_params = document["num_params"]
     loss = document["loss"]
@@ -62,7 +69,7 @@ def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -
         draw_curve(ax, sizes, losses, color, f"{flops:.3g} FLOP", **look)
         highest = max(highest, float(losses.min()))
     _mark(ax, num_params, loss)
-    floor = case.loss_model.powers.floor
+    floor = float(case.loss_model.powers.floor)
     low = max(floor, loss - 0.8 * (highest - loss))
     ax.set_ylim(low, highest + 1.2 * (highest - loss))
     if floor > low - 0.1 * (loss - low):
@@ -75,7 +82,7 @@ def _draw_budgets(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -
     ax.legend()
 
 
-def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
+def _draw_plane(ax: "Axes", case: PlanCase, document: dict[str, Any]) -> None:
     """Draws contours of the loss, the budget, and the optima of all budgets."""
     num_params = document["num_params"]
     num_tokens = document["num_tokens"]
@@ -98,12 +105,19 @@ def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
         allocate_budget(powers, flops * times, repeating=case.repeating)[:2]
         for times in np.geomspace(_SPAN**-2, _SPAN**2, 61)
     ]
-    look = {"color": "0.2", "linewidth": 1.2, "label": "cheapest to train"}
-    ax.plot(*zip(*path, strict=True), "--", **look)
+    ax.plot(
+        *zip(*path, strict=True),
+        "--",
+        color="0.2",
+        linewidth=1.2,
+        label="cheapest to train",
+    )
     if document["num_params_interval"] is not None:
-        bar = {"color": colors[6], "linewidth": 3, "alpha": 0.6}
-        ax.plot(document["num_params_interval"], [num_tokens] * 2, **bar)
-        ax.plot([num_params] * 2, document["num_tokens_interval"], **bar)
+        for x, y in (
+            (document["num_params_interval"], [num_tokens] * 2),
+            ([num_params] * 2, document["num_tokens_interval"]),
+        ):
+            ax.plot(x, y, color=colors[6], linewidth=3, alpha=0.6)
     _mark(ax, num_params, num_tokens)
     if (unique := case.unique_tokens) is not None:
         ax.axhline(unique, color=colors[1], linewidth=1.2, label="all unique tokens")
@@ -115,15 +129,20 @@ def _draw_plane(ax: Any, case: PlanCase, document: dict[str, Any]) -> None:
     ax.legend()
 
 
-def _draw_ratios(ax: Any, case: PlanCase, document: dict[str, Any], law: str) -> None:
+def _draw_ratios(
+    ax: "Axes", case: PlanCase, document: dict[str, Any], law: str
+) -> None:
     """Draws tokens per parameter against the budget, by law."""
     flops = case.flops * np.geomspace(1e-4, 1e2, 61)
 
     def line(
-        powers: TwoPowers, name: str, color: int, how: Any = None, **look: Any
+        powers: TwoPowers,
+        name: str,
+        color: int,
+        allocate: Callable[..., Optimum] = allocate_budget,
+        **look: Any,
     ) -> None:
-        how = {} if how is None else how
-        optima = [allocate_budget(powers, x, **how) for x in flops.tolist()]
+        optima = [allocate(powers, x) for x in flops.tolist()]
         ratios = [x.num_tokens / x.num_params for x in optima]
         draw_curve(ax, flops, ratios, color, name, markevery=15, **look)
 
@@ -135,10 +154,10 @@ def _draw_ratios(ax: Any, case: PlanCase, document: dict[str, Any], law: str) ->
             powers = law_two_powers(CHINCHILLA, constants)
             color, mark, dash = next(looks)
             line(powers, name, color, marker=mark, linestyle=dash, linewidth=1.2)
-    limit = {"repeating": case.repeating}
+    limit = functools.partial(allocate_budget, repeating=case.repeating)
     line(case.loss_model.powers, law, 5, limit, linewidth=2.2, marker="o")
     if case.served:
-        both = limit | {"inference_tokens": case.served}
+        both = functools.partial(limit, inference_tokens=case.served)
         line(case.loss_model.powers, "with serving", 6, both, marker="X")
     _mark(ax, case.flops, document["tokens_per_param"])
     ratio = document["tokens_per_param"]
@@ -150,6 +169,13 @@ def _draw_ratios(ax: Any, case: PlanCase, document: dict[str, Any], law: str) ->
     ax.legend()
 
 
-def _mark(ax: Any, x: float, y: float) -> None:
-    look = {"color": plotting.colors()[6], "markersize": 11, "zorder": 5}
-    ax.plot([x], [y], "*", label="the plan", **look)
+def _mark(ax: "Axes", x: float, y: float) -> None:
+    ax.plot(
+        [x],
+        [y],
+        "*",
+        label="the plan",
+        color=plotting.colors()[6],
+        markersize=11,
+        zorder=5,
+    )

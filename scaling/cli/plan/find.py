@@ -1,7 +1,7 @@
 """Optimum, intervals and designs of `jaxkv plan`, as a document in SI units."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scaling.cli.plan.options import PlanOptions
@@ -54,9 +54,10 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
             if size == loss_model.shape.get("vocab_size"):
                 way_out = f", that of the runs of {loss_model.name}"
         raise _refusal(case, error, way_out) from None
-    how: Any = {"inference_tokens": case.served}
     try:  # with exact operation counts
-        other, tokens, loss = best_design(family, case.loss, case.flops, **how)
+        other, tokens, loss = best_design(
+            family, case.loss, case.flops, inference_tokens=case.served
+        )
     except ValueError as error:
         raise _refusal(case, error, "; a smaller --sequence might do") from None
     sure = optimum_spread(case, best)
@@ -172,7 +173,9 @@ def _shape(design: Design) -> dict[str, Any]:
     }
 
 
-def to_architecture_config(case: PlanCase, shape: dict[str, Any]) -> dict[str, Any]:
+def to_architecture_config(
+    case: PlanCase, shape: Mapping[str, object]
+) -> dict[str, object]:
     """Gives a design as a Hugging Face `config.json`, which `jaxkv cost` reads."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -206,8 +209,12 @@ def _equal_loss(case: PlanCase, training_only: Optimum) -> dict[str, float]:
     """
     served = case.served
     target = training_only.loss
-    how: Any = {"inference_tokens": served, "repeating": case.repeating}
-    equal = cheapest_model(case.loss_model.powers, target, **how)
+    equal = cheapest_model(
+        case.loss_model.powers,
+        target,
+        inference_tokens=served,
+        repeating=case.repeating,
+    )
     flops, usual = (
         lifetime_flops(x.num_params, x.num_tokens, served)
         for x in (equal, training_only)

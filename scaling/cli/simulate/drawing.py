@@ -1,7 +1,7 @@
 """Figures of `jaxkv simulate`: latencies and memory of a load, and of a sweep."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from jaxkv.workloads import SustainedRate
 from scaling.cli.simulate.case import ServerCase
 from scaling.cli.simulate.summary import LEVEL, RunSummary
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _ALPHA = 0.25
 
 
@@ -32,7 +35,7 @@ def render_simulation(
 ) -> dict[str, bytes]:
     """Draws the figure and returns its files by name."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: np.ndarray) -> None:
         if len(rows) > 1:
             _draw_sweep_objective(axes[0], case, rows, largest)
             _draw_sweep_first_token(axes[1], case, rows)
@@ -46,7 +49,7 @@ def render_simulation(
 
 
 def _draw_sweep_objective(
-    ax: Any,
+    ax: "Axes",
     case: ServerCase,
     rows: Sequence[dict[str, Any]],
     largest: dict[float, SustainedRate],
@@ -77,7 +80,7 @@ def _draw_sweep_objective(
 
 
 def _draw_sweep_first_token(
-    ax: Any, case: ServerCase, rows: Sequence[dict[str, Any]]
+    ax: "Axes", case: ServerCase, rows: Sequence[dict[str, Any]]
 ) -> None:
     """Draws the statistics of the first token against the load."""
     looks = (("p50", GREEN, "s"), ("p99", ORANGE, "^"))
@@ -100,7 +103,7 @@ def _draw_sweep_first_token(
     ax.legend()
 
 
-def _draw_sweep_memory(ax: Any, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_sweep_memory(ax: "Axes", rows: Sequence[dict[str, Any]]) -> None:
     """Draws the mean share of blocks in use against the load."""
     rates = [x["rate_per_s"] for x in rows]
     shares = [100 * x["memory"]["mean_share"] for x in rows]
@@ -118,7 +121,7 @@ def _draw_sweep_memory(ax: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_distribution(
-    ax: Any, summary: RunSummary, latency: str, scale: float
+    ax: "Axes", summary: RunSummary, latency: str, scale: float
 ) -> None:
     """Draws the share of requests below a latency, for all draws."""
     name, unit, color = {
@@ -145,7 +148,7 @@ def _draw_distribution(
     ax.legend()
 
 
-def _draw_memory(ax: Any, summary: RunSummary) -> None:
+def _draw_memory(ax: "Axes", summary: RunSummary) -> None:
     """Draws the share of blocks in use over time."""
     if (curves := summary.memory_curves()) is None:
         ax.remove()
@@ -155,13 +158,12 @@ def _draw_memory(ax: Any, summary: RunSummary) -> None:
     low, middle, high = np.percentile(100 * used, [tail, 50, 100 - tail], axis=0)
     color = plotting.colors()[PURPLE]
     shade_band(ax, times, low, high, color, _ALPHA)
-    look = {"color": color, "linewidth": 1.2, "label": "median of the draws"}
-    ax.plot(times, middle, **look)
+    ax.plot(times, middle, color=color, linewidth=1.2, label="median of the draws")
     title = f"K/V blocks in use: {100 * used.max():.3g} % at most"
     set_labels(ax, title, "time [s]", "blocks in use [%]", xlim=_span(times))
     ax.set_ylim(bottom=0)
     ax.legend()
 
 
-def _span(values: Any) -> tuple[float, float]:
+def _span(values: np.ndarray) -> tuple[float, float]:
     return float(values[0]), float(values[-1])

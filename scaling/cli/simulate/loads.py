@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxkv.workloads import (
     Fixed,
     Lengths,
     Pair,
+    Workload,
     num_requests_for,
     read_recording,
 )
@@ -223,7 +224,7 @@ def _mean_tokens(load: ServerLoad) -> tuple[float, float, float]:
     return prompt + cached, cached, answer
 
 
-def _cut_trace(options: SimulateOptions, workload: Any) -> ServerLoad:
+def _cut_trace(options: SimulateOptions, workload: Workload) -> ServerLoad:
     """Takes the first requests of a trace, and those that follow the window."""
     arrival_s = clock.to_seconds(np.asarray(workload.arrival))
     warm_up_s = options.warm_up or 0.0

@@ -26,7 +26,7 @@ from jaxkv.validation import format_unknown_name
 from scaling import sweeps, training
 from scaling.corpora import CorpusConfig, check_lengths, open_corpus
 from scaling.costs import parse_layout
-from scaling.sweeps import SweepConfig, format_best_loss, run_logged_sweep
+from scaling.sweeps import RecordRow, SweepConfig, format_best_loss, run_logged_sweep
 from scaling.training import (
     TrainConfig,
     count_model_parameters,
@@ -126,7 +126,7 @@ def find_config[T](name: str, config_type: type[T], shipped: Mapping[str, T]) ->
     return config_loads(config_type, files.read_text(path), name)
 
 
-def _printed(config: Any) -> CommandOutput:
+def _printed(config: TrainConfig | SweepConfig) -> CommandOutput:
     text = config_dumps(config)
     return CommandOutput(json.loads(text), [], [text])
 
@@ -274,7 +274,7 @@ def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
     return CommandOutput(document, _sheets(document, outcome.records), lines, status)
 
 
-def _sheets(document: dict[str, Any], records: list[dict[str, Any]]) -> list[Sheet]:
+def _sheets(document: Mapping[str, object], records: list[RecordRow]) -> list[Sheet]:
     """Returns counts, and a row for each cell with its best run."""
     counts = [(name, format_number(value)) for name, value in document.items()]
     rows = []

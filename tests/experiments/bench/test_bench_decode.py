@@ -212,9 +212,8 @@ def test_skipped_prefill_gives_the_state_of_a_real_prefill() -> None:
 
 def test_ratio_is_the_median_of_round_ratios_with_range() -> None:
     rates = {"jaxkv": [1.0, 4.0, 3.0], "a": [2.0, 1.0, 3.0], "b": [1.0, 2.0, 1.0]}
-    ratios = experiment._ratio("ratio", rates, "jaxkv")
-    assert ratios == {"ratio": 1.0, "ratio_range": [0.5, 2.0]}
-    assert experiment._ratio("ratio", rates | {"jaxkv": []}, "jaxkv")["ratio"] is None
+    assert experiment._ratio(rates, "jaxkv") == (1.0, [0.5, 2.0])
+    assert experiment._ratio(rates | {"jaxkv": []}, "jaxkv") == (None, None)
 
 
 def test_too_few_model_positions_are_rejected() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from experiments.counting.cost_check.experiment import (
     CONFIGS,
+    CountRow,
     claims,
     formula_over_count,
     run,
@@ -33,8 +34,14 @@ def test_formulas_agree_with_jax_and_xla(config: str) -> None:
     assert study.report_parts(rows)
     assert b"training" in smoke.draw(study, rows)["figure.svg"]
     # Errors of 1 % in operations, and of one byte, are detected.
-    off = [{**row, "kept_bytes": row["kept_bytes"] + 1} for row in rows]
-    off = [{**row, "training_flops": int(row["training_flops"] * 1.04)} for row in off]
+    off: list[CountRow] = [
+        {
+            **row,
+            "kept_bytes": row["kept_bytes"] + 1,
+            "training_flops": int(row["training_flops"] * 1.04),
+        }
+        for row in rows
+    ]
     noticed = [
         (before.verdict, after.verdict)
         for before, after in zip(claims(rows), claims(off), strict=True)
