@@ -512,7 +512,7 @@ import numpy as np
 from experiments.framework import MeasuredValue, claims_file, measured
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column
+from jaxkv.report import ResultRecord, Study, column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -549,6 +549,8 @@ def plot(ax, result: Result) -> None:
 def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("mean", result.mean)
 
+
+STUDY = Study(CONFIGS, Result, run, plot, claims)
 '''
 CLAIMS = """
 [mean]

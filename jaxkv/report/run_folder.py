@@ -324,7 +324,7 @@ def draw_figure(run: SavedRun) -> None:
     figures = render_figure(
         lambda axes: run.study.plot(axes, run.result),
         panels=run.study.panels,
-        size_inches=run.study.panel_size_inches,
+        size_inches=run.study.size_inches,
     )
     for old in run.folder.glob(PANELS):
         if old.name not in figures:  # panels of an earlier figure

@@ -131,7 +131,7 @@ def draw(study: Study, result: Any) -> dict[str, bytes]:
     return render_figure(
         lambda axes: study.plot(axes, result),
         panels=study.panels,
-        size_inches=study.panel_size_inches,
+        size_inches=study.size_inches,
     )
 
 

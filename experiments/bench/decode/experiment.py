@@ -28,8 +28,7 @@ import numpy as np
 from experiments.bench import peer_process
 from experiments.bench.decode import parts, tables
 from experiments.bench.decode.jaxkv_engine import JaxkvEngine, TurnTiming
-from experiments.bench.decode.tables import plot as plot
-from experiments.bench.decode.tables import summary as summary
+from experiments.bench.decode.tables import plot, summary
 from experiments.bench.tables import split_details
 from experiments.harness import (
     load_benchmark_model,
@@ -41,6 +40,7 @@ from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel, save_model
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Study
 from pallas_kernels import devices
 from pallas_kernels.bench import Ceilings, measure_ceilings
 from scaling.costs import kv_bytes_per_token
@@ -135,8 +135,6 @@ class Config:
         return [(batch, context) for batch in self.batch for context in contexts]
 
 
-PANELS = (4, 1)
-PANEL_SIZE_INCHES = (6.8, 2.9)
 CONFIGS = {
     "real": Config(),
     "gpu": Config(
@@ -260,9 +258,6 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return rows
 
 
-metrics = functools.partial(split_details, names=tables.KEY_COLUMNS, details=DETAILS)
-
-
 def _length(config: Config, context: int) -> int:
     """Returns the tokens of a sequence: context, first call, and the turn."""
     drafts = 0 if config.speculate is None else config.drafts
@@ -378,3 +373,15 @@ def _ratio(key: str, rates: dict[str, list[float]], name: str) -> dict[str, Any]
         key: statistics.median(series),
         f"{key}_range": [min(series), max(series)],
     }
+
+
+STUDY = Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    summary=summary,
+    metrics=functools.partial(split_details, names=tables.KEY_COLUMNS, details=DETAILS),
+    panels=(4, 1),
+    size_inches=(6.8, 2.9),
+)

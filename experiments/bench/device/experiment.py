@@ -23,7 +23,7 @@ from experiments.bench.peer_process import PeerProcess
 from jaxkv import files, plotting, validation
 from jaxkv.plotting import BLUE, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import OUT, ReportPart, Sheet
+from jaxkv.report import OUT, ReportPart, Sheet, Study
 from pallas_kernels.bench import SETS
 
 PARTS_FILE = "pieces.jsonl"
@@ -240,3 +240,6 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     ax.invert_yaxis()
     title = f"{len(done)} of {len(result)} pieces recorded"
     set_labels(ax, title, "recorded [pieces]", "")
+
+
+STUDY = Study(CONFIGS, list, run, plot, summary=summary, metrics=metrics)

@@ -30,6 +30,7 @@ from jaxkv.report import (
     Ints,
     ReportPart,
     ResultTable,
+    Study,
     Texts,
     column,
     format_seconds,
@@ -95,7 +96,6 @@ class FitTimes(ResultTable):
 
 
 REPORTED = ("method", "seconds", "ratio", "worst_excess", "above")
-PANEL_SIZE_INCHES = (6.8, 2.8)
 
 CONFIGS = {
     "real": Config(),
@@ -254,9 +254,6 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     set_labels(ax, title, "time for all resamples [s]", "")
 
 
-metrics = functools.partial(split_details, names=("method",), details=DETAILS)
-
-
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tabulates times and excesses."""
     if not result:
@@ -276,3 +273,14 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
 def _logged(coefficients: np.ndarray) -> np.ndarray:
     """Replaces `A, B, E` by their logarithms."""
     return np.concatenate([np.log(coefficients[:, :3]), coefficients[:, 3:]], 1)
+
+
+STUDY = Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    summary=summary,
+    metrics=functools.partial(split_details, names=("method",), details=DETAILS),
+    size_inches=(6.8, 2.8),
+)

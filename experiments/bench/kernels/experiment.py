@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 from experiments.bench.kernels import peer_frameworks
 from experiments.bench.kernels.peer_frameworks import TimeBudget
-from experiments.bench.kernels.report import plot as plot
-from experiments.bench.kernels.report import summary as summary
+from experiments.bench.kernels.report import plot, summary
 from experiments.bench.peer_process import PeerProcess, start_peers
 from experiments.harness import MAX_ERROR, Implementation, KernelRun, implementations_of
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
+from jaxkv.report import Study
 from pallas_kernels import bench, devices
 from pallas_kernels.bench import (
     SETS,
@@ -85,8 +85,6 @@ class Config:
         validation.above(self, "max_s")
 
 
-PANELS = (2, 1)
-PANEL_SIZE_INCHES = (6.8, 3.8)
 CONFIGS = {
     "real": Config(),
     "quick": Config(quick=True),
@@ -268,3 +266,15 @@ def _row(spec: Spec | GroupedSpec, name: str, is_peer: bool) -> dict[str, Any]:
         **dict.fromkeys(UNKNOWN_COLUMNS),
         **dict.fromkeys(("clock", "how", "note"), ""),
     }
+
+
+STUDY = Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    summary=summary,
+    metrics=metrics,
+    panels=(2, 1),
+    size_inches=(6.8, 3.8),
+)

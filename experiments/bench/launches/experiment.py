@@ -32,6 +32,7 @@ from jaxkv.report import (
     ResultRecord,
     ResultTable,
     Sheet,
+    Study,
     Texts,
     column,
     metric_sheets,
@@ -157,7 +158,6 @@ CONFIGS = {
 }
 
 
-PANEL_SIZE_INCHES = (6.8, 6.0)
 """Size with room for a number above each bar."""
 
 
@@ -415,3 +415,16 @@ def claims(result: Launches) -> Iterator[MeasuredValue]:
     yield measured("pool", result.alias_bytes, published=result.pool_bytes)
     for row in result.compiled.where(layers=32).rows():
         yield measured("compile", row["wall_s"], cpu=f"{row['cpu_s']:.0f}")
+
+
+STUDY = Study(
+    CONFIGS,
+    Launches,
+    run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    size_inches=(6.8, 6.0),
+    prepare=prepare,
+)

@@ -23,7 +23,7 @@ from experiments.harness import draw_lengths
 from jaxkv import clock, scheduling, simulation, validation
 from jaxkv.plotting import set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, Sheet, format_seconds
+from jaxkv.report import ReportPart, Sheet, Study, format_seconds
 from jaxkv.simulation import Capacity, Cost, ProgramSizes, SimulationMember, part_size
 from jaxkv.simulation import MemberBatch as Runner
 from jaxkv.workloads import SHAREGPT, Workload, make_workload
@@ -87,8 +87,6 @@ class Config:
                 f"min_rate={self.min_rate!r} must be in (0, max_rate={self.max_rate!r}]"
             )
 
-
-PANEL_SIZE_INCHES = (6.8, 2.8)
 
 CONFIGS = {
     "real": Config(),
@@ -274,3 +272,8 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
         title = f"Mapped runs simulate {values[1] / values[2]:.1f} times as many steps "
         title += "a second as plain Python"
     set_labels(ax, title, "simulated [thousand steps/s]", "")
+
+
+STUDY = Study(
+    CONFIGS, list, run, plot, summary=summary, metrics=metrics, size_inches=(6.8, 2.8)
+)

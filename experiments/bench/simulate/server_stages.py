@@ -30,6 +30,7 @@ from jaxkv.report import (
     ResultRecord,
     ResultTable,
     Sheet,
+    Study,
     Texts,
     column,
     computed_column,
@@ -104,7 +105,6 @@ class Config:
         validation.at_least(self, "draws", "rounds")
 
 
-PANEL_SIZE_INCHES = (6.8, 2.8)
 CONFIGS = {"stage": Config()}
 
 
@@ -353,3 +353,6 @@ def plot(ax: Any, result: Result) -> None:
     ax.margins(x=0.3)
     title = "Time of an answer, and its end-to-end error"
     set_labels(ax, title, "time of an answer [s]", "")
+
+
+STUDY = Study(CONFIGS, Result, run, plot, summary=summary, size_inches=(6.8, 2.8))

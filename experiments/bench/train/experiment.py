@@ -29,6 +29,7 @@ from jaxkv.report import (
     Ints,
     ReportPart,
     ResultTable,
+    Study,
     Texts,
     column,
     computed_column,
@@ -224,9 +225,6 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
         ax.legend()
 
 
-metrics = functools.partial(split_details, names=KEY_COLUMNS, details=DETAILS)
-
-
 def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     """Tabulates the rates of all systems, relative to matrix products."""
     if not result:
@@ -239,3 +237,13 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     if result[0]["absent"]:
         note += f" Not timed: {result[0]['absent']}."
     return [TrainingRates.of(result).sheet("training", *REPORTED, note=note)]
+
+
+STUDY = Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    summary=summary,
+    metrics=functools.partial(split_details, names=KEY_COLUMNS, details=DETAILS),
+)

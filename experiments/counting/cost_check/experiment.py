@@ -31,7 +31,7 @@ from jaxkv.plotting import (
     set_labels,
 )
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, Sheet
+from jaxkv.report import ReportPart, Sheet, Study
 from scaling.costs import (
     count_parameters,
     list_residuals,
@@ -98,7 +98,6 @@ _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "opt": {**_GPT_SETTINGS, **_BIASED, "activation": "relu", "position_offset": 2},
 }
 
-PANEL_SIZE_INCHES = (6.8, 3.2)
 
 CONFIGS = {
     "real": Config(),
@@ -256,3 +255,6 @@ COUNT_NAMES = {
     "kept": "bytes kept",
 }
 """Labels of the quantities in the figure, if they differ from the keys."""
+
+
+STUDY = Study(CONFIGS, list, run, plot, claims, summary, size_inches=(6.8, 3.2))

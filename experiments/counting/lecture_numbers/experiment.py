@@ -18,6 +18,7 @@ from jaxkv import report
 from jaxkv.report import (
     ReportPart,
     Sheet,
+    Study,
     field_values,
     format_bytes,
     format_percent,
@@ -25,11 +26,7 @@ from jaxkv.report import (
     to_rows,
 )
 
-PANELS = (3, 1)
-PANEL_SIZE_INCHES = (6.8, 3.0)
 CONFIGS = {"paper": Config(), "smoke": Config(tokens=16)}
-run = bounds.run
-plot = drawing.plot
 
 
 @claims_file(__file__).judge
@@ -173,3 +170,16 @@ def spoken_answers(result: Result) -> dict[str, str]:
             "instead of t^2 / 2."
         ),
     }
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    bounds.run,
+    drawing.plot,
+    claims,
+    summary,
+    metrics,
+    panels=(3, 1),
+    size_inches=(6.8, 3.0),
+)

@@ -16,12 +16,11 @@ from jaxkv import validation
 from jaxkv.models import ModelConfig
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Study, Texts, column
 from scaling.costs import parse_layout
 from scaling.training import check_trainable
 
 CLAIMS = claims_file(__file__)
-PANELS = (1, 2)
 ONE_DEVICE = "one device"
 """Name of the layout on a single device."""
 
@@ -180,3 +179,6 @@ def plot(axes: Any, result: Result) -> None:
         ax.set_xticklabels([f"{num / 1024:g}" for num in shown])
         label_log_axis(ax.yaxis)
         ax.legend()
+
+
+STUDY = Study(CONFIGS, Result, run, plot, claims, panels=(1, 2))

@@ -25,6 +25,7 @@ from jaxkv.report import (
     ReportPart,
     ResultRecord,
     ResultTable,
+    Study,
     Texts,
     column,
     computed_column,
@@ -101,8 +102,6 @@ class Config:
             tie_embeddings=shape.tie_embeddings,
         )
 
-
-PANEL_SIZE_INCHES = (6.8, 4.2)
 
 CONFIGS = {
     "real": Config(),
@@ -252,3 +251,6 @@ def plot(ax: Any, result: Result) -> None:
         title += f"{max_name} sends {sent_gb.max() / sent_gb.min():.0f} times as much"
     set_labels(ax, title, "sent by a device in a step [GB]", "")
     ax.legend()
+
+
+STUDY = Study(CONFIGS, Result, run, plot, claims, summary, size_inches=(6.8, 4.2))

@@ -31,6 +31,7 @@ from jaxkv.report import (
     ReportPart,
     ResultRecord,
     ResultTable,
+    Study,
     Texts,
     column,
     computed_column,
@@ -112,8 +113,6 @@ class Config(held_out.TextConfig):
 
 
 CONFIGS = {"cllm": Config(export="runs/stdlib-bytes-cllm")}
-
-PANELS = (2, 2)
 
 
 class ModelTable(ResultTable):
@@ -348,3 +347,6 @@ def plot(axes: Any, result: Result) -> None:
     set_labels(blocks, title, "", "found [tokens/step]")
     runs_by_name = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
     drawing.draw_speeds(engine, runs_by_name)
+
+
+STUDY = Study(CONFIGS, Result, run, plot, claims, summary, metrics, panels=(2, 2))

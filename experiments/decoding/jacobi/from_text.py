@@ -28,6 +28,7 @@ from jaxkv.report import (
     ResultRecord,
     ResultTable,
     Sheet,
+    Study,
     column,
     computed_column,
 )
@@ -61,8 +62,6 @@ class Config(held_out.TextConfig):
         longest = max(*self.lengths, self.picture_tokens)
         self.check_answer_length(self.num_drafts[-1], longest)
 
-
-PANELS = (2, 2)
 
 CONFIGS = {
     "real": Config(),
@@ -230,3 +229,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 def plot(axes: Any, result: Result) -> None:
     """Draws the iterations of one block, iterations by length, and speeds."""
     drawing.draw_jacobi(axes, result.picture, result.blocks, result.runs)
+
+
+STUDY = Study(CONFIGS, Result, run, plot, claims, summary, panels=(2, 2))

@@ -34,6 +34,7 @@ from jaxkv.report import (
     ResultRecord,
     ResultTable,
     Sheet,
+    Study,
     Texts,
     column,
     computed_column,
@@ -105,9 +106,6 @@ class Config(held_out.TextConfig):
             ]
         return [*dict.fromkeys(pairs)]
 
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 3.2)
 
 CONFIGS = {
     "real": Config(),
@@ -340,3 +338,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 def plot(axes: Any, result: Result) -> None:
     """Draws tokens per step, speeds by method and batch size, and synthetic drafts."""
     drawing.draw_speculation(axes, result.runs, result.coins, result.num_drafts)
+
+
+STUDY = Study(
+    CONFIGS, Result, run, plot, claims, summary, panels=(2, 2), size_inches=(3.4, 3.2)
+)

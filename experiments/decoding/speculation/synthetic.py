@@ -24,7 +24,7 @@ from experiments.harness import Server, load_benchmark_model, measure_in_turns
 from jaxkv import validation
 from jaxkv.engine import Speculation
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, column, computed_column
+from jaxkv.report import ReportPart, ResultRecord, Study, column, computed_column
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import Jacobi, Synthetic
 
@@ -87,8 +87,6 @@ class Config:
 
 
 CONFIGS = {"synthetic": Config()}
-
-PANELS = (1, 2)
 
 
 class TimedDrafts(IndependentDrafts):
@@ -216,3 +214,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 def plot(axes: Any, result: Result) -> None:
     """Draws tokens per step and speed by acceptance rate, with lines of theory."""
     drawing.draw_priced(axes, result.priced)
+
+
+STUDY = Study(CONFIGS, Result, run, plot, claims, summary, panels=(1, 2))

@@ -27,7 +27,7 @@ from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.files import find_heads_folder
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, Sheet, column
+from jaxkv.report import ReportPart, ResultRecord, Sheet, Study, column
 from jaxkv.speculation import HEAD_KINDS, load_heads
 
 CLAIMS = claims_file(__file__)
@@ -98,9 +98,6 @@ class Config(held_out.TextConfig):
         drafts = [num for _, num in (*self.ways, *self.adaptive)]
         self.check_answer_length(max(drafts, default=1))
 
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 4.6)
 
 CONFIGS = {
     "real": Config(),
@@ -254,3 +251,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 def plot(axes: Any, result: Result) -> None:
     """Draws tokens and speeds of all methods, costs, and adaptive methods by batch."""
     drawing.draw_methods(axes, result.ways, result.adaptive)
+
+
+STUDY = Study(
+    CONFIGS, Result, run, plot, claims, summary, panels=(2, 2), size_inches=(3.4, 4.6)
+)

@@ -17,7 +17,7 @@ from experiments.servers.agents.load import AgentLoad, AgentTraffic, draw_agents
 from jaxkv import scheduling, simulation, validation
 from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Study, Texts, column
 from jaxkv.simulation import Capacity, SimulationMember
 from jaxkv.workloads import (
     Workload,
@@ -66,8 +66,6 @@ CONFIGS = {
     "smoke": Config(traffic=SMALL, num_seeds=2, max_num_seqs=2, token_budget=256),
     "cpu": Config(),
 }
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.6)
 
 HEAD_SIZE = 256
 """Waiting requests that the policy sees."""
@@ -231,3 +229,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     yield measured("remaining_job", float((job[REMAINING] / best_other).max()))
     hourly = relative(table, "jobs_per_hour", REMAINING)
     yield measured("remaining_hour", float(hourly.max()))
+
+
+STUDY = Study(CONFIGS, Result, run, plot, claims, panels=(1, 2), size_inches=(3.4, 3.6))

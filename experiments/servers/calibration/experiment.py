@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.framework import MeasuredValue, claims_file, measured
+from scaling import cli
 from scaling.cli import (
     END_TO_END,
     FIRST_TOKEN,
-    STUDY,
     CalibrationConfig,
     CalibrationResult,
 )
@@ -48,4 +48,4 @@ def claims(result: CalibrationResult) -> Iterator[MeasuredValue]:
                 yield measured("blis", 100 * number["median"], **words)
 
 
-STUDIES = (STUDY._replace(configs=CONFIGS, claims=claims),)
+STUDY = cli.STUDY._replace(configs=CONFIGS, claims=claims)

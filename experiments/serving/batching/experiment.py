@@ -40,14 +40,12 @@ from jaxkv.plotting import (
     use_powers_of_two,
 )
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, Sheet, column, metric_sheets
+from jaxkv.report import ReportPart, ResultRecord, Sheet, Study, column, metric_sheets
 
 _PUBLISHED_LIMITS = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
 """Published output limits in tokens, and their cost model."""
 CLAIMS = claims_file(__file__)
 
-PANELS = (4, 2)
-PANEL_SIZE_INCHES = (3.4, 3.3)
 
 CONFIGS = {
     "smoke": Config(
@@ -291,3 +289,16 @@ def _draw_clients(ax: Any, latencies: ClientLatencies) -> None:
     set_labels(ax, title, x, y, yscale="log")
     label_log_axis(ax.yaxis)
     ax.margins(x=0.1, y=0.12)
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=(4, 2),
+    size_inches=(3.4, 3.3),
+)

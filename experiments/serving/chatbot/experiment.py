@@ -18,7 +18,7 @@ from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation, workloads
 from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, row_sheet
+from jaxkv.report import ReportPart, Study, row_sheet
 from jaxkv.workloads import SHAREGPT, Fixed, Lengths, Load, load_ratio, num_requests_for
 
 HISTORY = 1024
@@ -52,9 +52,6 @@ class Config:
         validation.at_least(self, "rounds_before", "seed", "num_near", low=0)
         validation.at_least(self, "num_rates", low=2)
 
-
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.4)
 
 CONFIGS = {"smoke": Config(hours=0.02, num_rates=2, num_near=0), "paper": Config()}
 
@@ -182,3 +179,16 @@ def summary(result: list[Row]) -> list[ReportPart]:
     ).format_map(result[0])
     title = f"requests/s at {runs.LATENCY_BOUND} s a token"
     return [row_sheet(title, rows, columns, note)]
+
+
+STUDY = Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=(1, 2),
+    size_inches=(3.4, 3.4),
+)

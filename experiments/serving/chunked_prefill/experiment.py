@@ -35,10 +35,8 @@ from jaxkv.plotting import (
     use_powers_of_two,
 )
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, Sheet, column, computed_column
+from jaxkv.report import ReportPart, ResultRecord, Sheet, Study, column, computed_column
 
-PANELS = (4, 1)
-PANEL_SIZE_INCHES = (6.8, 3.1)
 CONFIGS = {
     "smoke": Config(
         models=("Yi-34B",),
@@ -375,3 +373,8 @@ def _draw_capacities(ax: Any, rows: list[dict[str, Any]]) -> None:
         title += "objective"
         ax.legend()
     set_labels(ax, title, "", "load / vLLM's [ratio]")
+
+
+STUDY = Study(
+    CONFIGS, Result, run, plot, claims, summary, panels=(4, 1), size_inches=(6.8, 3.1)
+)

@@ -28,6 +28,7 @@ from jaxkv.report import (
     Excerpts,
     ReportPart,
     ResultRecord,
+    Study,
     Texts,
     column,
     metric_sheets,
@@ -58,9 +59,6 @@ class Config(RaggedConfig):
                 f"{self.longest} tokens, more than max_length={self.max_length!r}"
             )
 
-
-PANELS = (3, 1)
-PANEL_SIZE_INCHES = (6.8, 2.7)
 
 CONFIGS = {
     "real": Config(),
@@ -326,3 +324,16 @@ def serving_metrics(served: PolicyRecord) -> dict[str, Any]:
         "duration_s": served.duration_s,
         "compile_s": served.compile_s,
     }
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=(3, 1),
+    size_inches=(6.8, 2.7),
+)

@@ -38,6 +38,7 @@ from jaxkv.report import (
     ResultRecord,
     ResultTable,
     Sheet,
+    Study,
     Texts,
     column,
     format_seconds,
@@ -61,9 +62,6 @@ from scaling.costs import kv_bytes_per_token, linear_cost
 from scaling.shapes import describe_config
 
 CLAIMS = claims_file(__file__)
-PANELS = (2, 1)
-PANEL_SIZE_INCHES = (6.8, 3.2)
-SWITCH = ("shares_served", True)
 PHASES = ("both phases", "either phase")
 NUM_WORKERS = 2
 BATCH_SIZES = (1, 2, 4, 8)
@@ -473,3 +471,16 @@ def plot(axes: Any, result: Result) -> None:
         ax.xaxis.set_major_formatter("{x:.2g}")
         if last:
             ax.legend()
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    panels=(2, 1),
+    size_inches=(6.8, 3.2),
+    switch=("shares_served", True),
+)

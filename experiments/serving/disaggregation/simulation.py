@@ -32,10 +32,16 @@ from jaxkv.plotting import (
     system_style,
 )
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, column, computed_column, row_sheet
+from jaxkv.report import (
+    ReportPart,
+    ResultRecord,
+    Study,
+    column,
+    computed_column,
+    row_sheet,
+)
 from jaxkv.simulation import PhasePlacement, ReplicaRole
 
-PANELS = (3, 2)
 CONFIGS = {
     "smoke": Config(
         applications=("chat, 13B",),
@@ -359,3 +365,6 @@ def _draw_queues(ax: Any, queue_times: QueueTimes) -> None:
     seconds = "mean first token [s]"
     set_labels(ax, title, "load [requests/s]", seconds, ylim=(0, 0.45))
     ax.legend()
+
+
+STUDY = Study(CONFIGS, Result, run, plot, claims, summary, metrics, panels=(3, 2))

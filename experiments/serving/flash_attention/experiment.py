@@ -26,7 +26,7 @@ from experiments.harness import median_seconds
 from jaxkv import validation
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, column, to_rows
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Study, column, to_rows
 from pallas_kernels import devices
 from pallas_kernels.flash_attention import QUERY_TILE, flash_attention
 from pallas_kernels.paged_attention import PagedKV, RowView, paged_attention
@@ -65,9 +65,6 @@ class Config:
                 f"num_kv_heads={self.num_kv_heads!r}"
             )
 
-
-PANELS = (3, 1)
-PANEL_SIZE_INCHES = (6.8, 2.9)
 
 CONFIGS = {
     "smoke": Config(lengths=(64, 128, 256), contexts=(64, 256), head_dim=16, repeats=2),
@@ -296,3 +293,15 @@ def plot(axes: Any, result: Result) -> None:
         set_labels(ax, title, x, y, yscale="log")
         label_log_axis(ax.yaxis)
         ax.legend()
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    metrics=metrics,
+    panels=(3, 1),
+    size_inches=(6.8, 2.9),
+)

@@ -40,6 +40,7 @@ from jaxkv.report import (
     ReportPart,
     ResultRecord,
     Sheet,
+    Study,
     column,
     format_flops,
     format_number,
@@ -78,9 +79,6 @@ class Config:
         validation.ascending(self, "counted_lengths", low=1, minimum=2)
         validation.at_least(self, "repeats")
 
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(lengths=(4, 8), counted_lengths=(64, 2**18, 2**20), repeats=2),
@@ -319,3 +317,16 @@ def _draw(
         taken.append(seconds)
     tokens = np.array([start, *(int(x[0]) for x in draws)])
     return tokens, np.min(np.array(taken[1:]), axis=0)
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=(2, 2),
+    size_inches=(3.4, 3.8),
+)

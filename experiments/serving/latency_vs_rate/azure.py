@@ -26,7 +26,7 @@ from jaxkv.plotting import (
     use_powers_of_two,
 )
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, row_sheet
+from jaxkv.report import ReportPart, Study, row_sheet
 from jaxkv.simulation import Capacity, SimulationMember, SimulationResult
 from jaxkv.workloads import (
     Recording,
@@ -100,8 +100,6 @@ class Config:
         """Every model on every number of GPUs."""
         return [*itertools.product(self.models, self.num_devices)]
 
-
-SWITCH = ("traces", True)
 
 CONFIGS = {"azure": Config()}
 
@@ -242,3 +240,8 @@ def plot(ax: Any, result: list[Row]) -> None:
     set_labels(ax, title, "A100 [GPUs]", y, yscale="log")
     label_log_axis(ax.yaxis)
     ax.legend()
+
+
+STUDY = Study(
+    CONFIGS, list, run, plot, summary=summary, metrics=metrics, switch=("traces", True)
+)

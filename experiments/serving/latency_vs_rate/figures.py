@@ -15,7 +15,7 @@ from experiments.serving.latency_vs_rate.runs import Row
 from jaxkv import validation
 from jaxkv.plotting import set_labels, system_style
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, Sheet, metric_sheets, row_sheet
+from jaxkv.report import ReportPart, Sheet, Study, metric_sheets, row_sheet
 from jaxkv.workloads import load_ratio
 
 MAX_RATE_RATIO = 2.0
@@ -50,11 +50,6 @@ class Config:
         validation.at_least(self, "num_rates", low=2)
         validation.at_least(self, "num_near", low=0)
 
-
-claims = published.claims
-PANELS = (7, 2)
-PANEL_SIZE_INCHES = (3.4, 3.0)
-SWITCH = ("traces", False)
 
 CONFIGS = {
     "smoke": Config(
@@ -208,3 +203,17 @@ def _batches(ax: Any, name: str, rows: list[Row]) -> None:
     title += f"{largest_row['system']} runs {largest_row['batch']:.0f} at once"
     set_labels(ax, title, "", "batch [requests]")
     ax.legend()
+
+
+STUDY = Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    published.claims,
+    summary,
+    metrics,
+    panels=(7, 2),
+    size_inches=(3.4, 3.0),
+    switch=("traces", False),
+)

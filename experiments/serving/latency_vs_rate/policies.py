@@ -19,7 +19,7 @@ from experiments.serving.latency_vs_rate import azure
 from jaxkv import plotting, scheduling, simulation, validation
 from jaxkv.plotting import BLUE, draw_reference_line, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Study, Texts, column
 from jaxkv.scheduling import NO_DEADLINE, Policy, RequestAttributes
 from jaxkv.simulation import SimulationMember
 from jaxkv.workloads import (
@@ -72,8 +72,6 @@ class Config:
         azure.check_fits(self.model, self.device, self.num_devices)
 
 
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.6)
 CONFIGS = {"policies": Config()}
 
 
@@ -222,3 +220,6 @@ def plot(axes: Any, result: Result) -> None:
         title = f"The longest tail: {rows.policy[worst]}"
     right.margins(x=0.15)
     set_labels(right, title, "wait, 99th percentile [s]", "")
+
+
+STUDY = Study(CONFIGS, Result, run, plot, panels=(1, 2), size_inches=(3.4, 3.6))

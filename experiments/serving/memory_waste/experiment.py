@@ -27,8 +27,8 @@ from experiments.serving.memory_waste.drawing import (
     FIGURE_BATCHES,
     SYSTEMS,
     USES,
+    plot,
 )
-from experiments.serving.memory_waste.drawing import plot as plot
 from jaxkv import simulation, validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -37,6 +37,7 @@ from jaxkv.report import (
     ResultRecord,
     ResultTable,
     Sheet,
+    Study,
     Texts,
     column,
     format_seconds,
@@ -78,9 +79,6 @@ class Config:
                 f"step_scales={self.step_scales!r} must be above 0, at least one"
             )
 
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 3.7)
 
 CONFIGS = {
     "paper": Config(),
@@ -340,3 +338,16 @@ def _seconds(waste: Waste) -> list[str]:
 
 def _counts(rows: np.ndarray) -> list[str]:
     return [f"{row.mean():,.0f}" for row in rows]
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=(2, 2),
+    size_inches=(3.4, 3.7),
+)

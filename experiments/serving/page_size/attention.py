@@ -25,7 +25,7 @@ from jaxkv.plotting import (
     use_powers_of_two,
 )
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Ints, ResultRecord, ResultTable, column
+from jaxkv.report import Ints, ResultRecord, ResultTable, Study, column
 from pallas_kernels import bench, devices
 from pallas_kernels.bench import (
     AttentionProblem,
@@ -73,10 +73,6 @@ class Config:
                 f"num_kv_heads={self.num_kv_heads!r}"
             )
 
-
-PANELS = (2, 1)
-PANEL_SIZE_INCHES = (6.8, 3.6)
-SWITCH = ("hours", False)
 
 CONFIGS = {
     "smoke": Config(
@@ -326,3 +322,16 @@ def plot(axes: Any, result: Result) -> None:
     set_labels(times, times_title, "length of each sequence [tokens]", "time [ms]")
     for ax in axes:
         ax.set_ylim(bottom=0)
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    metrics=metrics,
+    panels=(2, 1),
+    size_inches=(6.8, 3.6),
+    switch=("hours", False),
+)

@@ -16,7 +16,7 @@ from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import scheduling, simulation, validation
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, ResultRecord, ResultTable, Texts, column
+from jaxkv.report import Floats, ResultRecord, ResultTable, Study, Texts, column
 from jaxkv.simulation import SimulationMember
 
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}
@@ -46,10 +46,6 @@ class Config:
         validation.above(self, "hours")
         validation.at_least(self, "seed", low=0)
 
-
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.6)
-SWITCH = ("hours", True)
 
 CONFIGS = {"paper": Config()}
 
@@ -203,3 +199,15 @@ def plot(axes: Any, result: Result) -> None:
     for ax in axes:
         use_powers_of_two(ax)
         ax.legend()
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    panels=(1, 2),
+    size_inches=(3.4, 3.6),
+    switch=("hours", True),
+)

@@ -21,7 +21,7 @@ from experiments.serving.page_tables.frames import (
     Frames,
 )
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column, field_values
+from jaxkv.report import ResultRecord, Study, column, field_values
 from jaxkv.sampling import Sampling
 
 NUM_PAGES = 9
@@ -73,8 +73,6 @@ class Config:
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed!r} must be in [0, 2**64)")
 
-
-PANEL_SIZE_INCHES = drawing.SIZE_INCHES
 
 CONFIGS = {"smoke": Config()}
 
@@ -244,3 +242,8 @@ def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:
 def _uses(frames: Frames, frame: int) -> dict[int, int]:
     """Returns pages in use with their reference counts."""
     return {page: int(n) for page, n in enumerate(frames.ref[frame]) if n}
+
+
+STUDY = Study(
+    CONFIGS, Result, run, plot, claims, metrics=metrics, size_inches=drawing.SIZE_INCHES
+)

@@ -36,7 +36,7 @@ from jaxkv.plotting import (
     use_powers_of_two,
 )
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, column, field_values
+from jaxkv.report import ReportPart, ResultRecord, Study, column, field_values
 from jaxkv.scheduling import Victim
 
 SIMULATED_SHARES = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}
@@ -91,10 +91,6 @@ class Config(RaggedConfig):
         shares = ("watermark_shares", "swap_shares", "host_shares")
         validation.within(self, *shares, low=0, high=1)
 
-
-PANELS = (4, 1)
-PANEL_SIZE_INCHES = (6.8, 2.9)
-SWITCH = ("simulated_requests", False)
 
 CONFIGS = {
     "real": Config(),
@@ -459,3 +455,16 @@ def _draw_moves(ax: Any, moves: RestoreTimes) -> None:
     label_log_axis(ax.yaxis)
     ax.minorticks_off()
     ax.legend()
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    panels=(4, 1),
+    size_inches=(6.8, 2.9),
+    switch=("simulated_requests", False),
+)

@@ -23,6 +23,7 @@ from jaxkv.report import (
     ReportPart,
     ResultRecord,
     ResultTable,
+    Study,
     Texts,
     column,
     computed_column,
@@ -70,10 +71,6 @@ class Config:
         validation.at_least(self, "simulated_requests")
         validation.at_least(self, "seed", low=0)
 
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 3.7)
-SWITCH = ("simulated_requests", True)
 
 CONFIGS = {"paper": Config()}
 
@@ -362,3 +359,16 @@ def _draw_rules(ax: Any, servings: Any, id: str, name: str, scale: int) -> None:
     set_labels(ax, title, "pages kept free [of 983]", y)
     ax.set_ylim(bottom=0)
     ax.legend()
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    panels=(2, 2),
+    size_inches=(3.4, 3.7),
+    switch=("simulated_requests", True),
+)

@@ -31,6 +31,7 @@ from jaxkv.report import (
     ResultRecord,
     ResultTable,
     Sheet,
+    Study,
     Texts,
     column,
     computed_column,
@@ -82,9 +83,6 @@ class Config:
         validation.within(self, "shares", low=0, high=1, ends="()")
         validation.among(self, "evictions", allowed_values=EVICTIONS, minimum=1)
 
-
-PANELS = (3, 1)
-PANEL_SIZE_INCHES = (6.8, 3.0)
 
 CONFIGS = {
     "real": Config(),
@@ -349,3 +347,8 @@ def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
     x = f"pool [% of {distinct:,} distinct pages of {load['page_size']} tokens]"
     set_labels(ax, title, x, "pages found [%]", ylim=(0, 100))
     ax.legend()
+
+
+STUDY = Study(
+    CONFIGS, Result, run, plot, claims, summary, panels=(3, 1), size_inches=(6.8, 3.0)
+)

@@ -35,14 +35,11 @@ from jaxkv import plotting, report, validation
 from jaxkv.engine import EngineConfig
 from jaxkv.plotting import BLUE, GREEN, ORANGE, draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column
+from jaxkv.report import ResultRecord, Study, column
 from jaxkv.sampling import Sampling
 from jaxkv.workloads import ALPACA, SHAREGPT, Lengths
 
 CLAIMS = claims_file(__file__)
-PANELS = (5, 2)
-PANEL_SIZE_INCHES = (3.4, 2.8)
-SWITCH = ("num_simulated", False)
 DATASET_NAMES = {"short": "Alpaca", "long": "ShareGPT"}
 
 
@@ -215,9 +212,6 @@ def metrics(result: Result) -> dict[str, Any]:
     return numbers | {"simulated": [], "translations": []}
 
 
-summary = report.sheets
-
-
 def lengths_claims(savings: Any, **words: Any) -> Iterator[MeasuredValue]:
     """Compares measured savings of samples with those by lengths."""
     for name in savings.distinct("lengths"):
@@ -352,3 +346,17 @@ def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
         ax.legend()
     x = "with the prefix cache [% of without]"
     set_labels(ax, title, x, "", xlim=(0, 108))
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    report.sheets,
+    metrics,
+    panels=(5, 2),
+    size_inches=(3.4, 2.8),
+    switch=("num_simulated", False),
+)

@@ -38,6 +38,7 @@ from jaxkv.report import (
     Ints,
     ResultRecord,
     ResultTable,
+    Study,
     Texts,
     column,
     computed_column,
@@ -45,8 +46,6 @@ from jaxkv.report import (
 from jaxkv.simulation import Capacity, Cost, SimulationMember, Work
 from jaxkv.workloads import ALPACA, SHAREGPT, LogNormal, Pair, make_workload, open_loop
 
-PANELS = (2, 2)
-SWITCH = ("num_simulated", True)
 SERVER = settings.SERVERS["13B"]
 MAX_BATCH_ROWS = 2560
 """Token budget of a step: the longest prompt and all decoding sequences."""
@@ -310,9 +309,6 @@ def metrics(result: Result) -> dict[str, Any]:
     return {**{name: [] for name in served}, **report.metrics(result)}
 
 
-summary = report.sheets
-
-
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[MeasuredValue]:
     """Compares the simulation with closed forms and figures 15a and 16."""
@@ -382,3 +378,16 @@ def _draw_latency(ax: Any, translated: TranslationRates, i: int) -> None:
     y = "latency [s/token]"
     set_labels(ax, title, x, y, ylim=(0, 1))
     ax.legend()
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    report.sheets,
+    metrics,
+    panels=(2, 2),
+    switch=("num_simulated", True),
+)

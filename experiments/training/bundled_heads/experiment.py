@@ -20,7 +20,7 @@ from jaxkv.files import model_folder
 from jaxkv.models import LoadedModel, Params, load_model
 from jaxkv.plotting import draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
+from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Study, Texts, column
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import EagleConfig, HeadsConfig, MedusaConfig, save_heads
 from scaling.corpora import (
@@ -319,3 +319,6 @@ def heads_card(
         {bundled_model.training_note(row["duration_s"])}""",
     ]
     return bundled_model.card_text(parts)
+
+
+STUDY = Study(CONFIGS, Result, run, plot)

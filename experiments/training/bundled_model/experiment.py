@@ -21,7 +21,7 @@ from jaxkv import files, validation
 from jaxkv.models import Experts, LatentConfig, ModelConfig, save_model
 from jaxkv.plotting import draw_curve, draw_reference_line, label_log_axis, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column, computed_column, describe_machine
+from jaxkv.report import ResultRecord, Study, column, computed_column, describe_machine
 from jaxkv.text import ByteTokenizer
 from scaling import training
 from scaling.corpora import (
@@ -407,3 +407,6 @@ def card_text(parts: Sequence[str]) -> str:
         for part in (*parts, "## Licence", licence)
     ]
     return "\n\n".join(filled) + "\n"
+
+
+STUDY = Study(CONFIGS, Result, run, plot)

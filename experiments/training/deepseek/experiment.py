@@ -46,6 +46,7 @@ from jaxkv.report import (
     ResultRecord,
     ResultTable,
     Sheet,
+    Study,
     Texts,
     column,
     format_flops,
@@ -55,10 +56,6 @@ from scaling.corpora import CorpusConfig, open_corpus
 from scaling.costs import kv_bytes_per_token
 from scaling.shapes import describe_config
 from scaling.training import count_model_parameters, stream_windows, training_flops
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 3.4)
-
 
 CONFIGS = {
     "smoke": Config(
@@ -425,3 +422,8 @@ def _draw_speed(ax: Any, result: Result) -> None:
         ax.margins(x=0.15)
     ax.tick_params(axis="y", length=0)
     set_labels(ax, title, "speed [tokens/s]", "")
+
+
+STUDY = Study(
+    CONFIGS, Result, run, plot, claims, summary, panels=(2, 2), size_inches=(3.4, 3.4)
+)

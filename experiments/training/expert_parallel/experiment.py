@@ -36,6 +36,7 @@ from jaxkv.report import (
     ReportPart,
     ResultRecord,
     ResultTable,
+    Study,
     Texts,
     column,
     format_percent,
@@ -58,8 +59,6 @@ from scaling.training import (
 )
 from scaling.training import transformer as make_transformer_config
 
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.6)
 BALANCE_WEIGHTS = {"with": 0.01, "without": 0.0}
 """Weights of the load-balancing loss."""
 
@@ -429,3 +428,16 @@ def plot(axes: Any, result: Result) -> None:
     set_labels(right, title, x, y)
     right.set_ylim(bottom=0)
     right.legend()
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=(1, 2),
+    size_inches=(3.4, 3.6),
+)

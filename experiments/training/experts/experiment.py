@@ -48,6 +48,7 @@ from jaxkv.report import (
     ResultRecord,
     ResultTable,
     Sheet,
+    Study,
     Texts,
     column,
     computed_column,
@@ -59,9 +60,6 @@ from scaling.fits import Objective, bootstrap, compare, predict
 from scaling.fits import fit as fit_law
 from scaling.laws import find_law
 from scaling.sweeps import Workers, open_on_device
-
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(
@@ -388,3 +386,16 @@ def plot(axes: Any, result: Result) -> None:
     right.set_ylim(bottom=0)
     if result.loads.size:
         right.legend()
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=(1, 2),
+    size_inches=(3.4, 3.8),
+)

@@ -25,7 +25,7 @@ from jaxkv.plotting import (
     set_labels,
 )
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, Sheet, format_percent
+from jaxkv.report import ReportPart, Sheet, Study, format_percent
 from scaling import fits
 from scaling.laws import CHINCHILLA, ILL_POSED, SOUND, simulate_runs, surface_loss
 
@@ -60,9 +60,6 @@ class Config:
                 f"num_resamples={self.num_resamples!r} at least 20"
             )
 
-
-PANELS = (2, 1)
-PANEL_SIZE_INCHES = (6.8, 3.2)
 
 CONFIGS = {
     "real": Config(),
@@ -227,3 +224,8 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
         title = f"ill-posed surfaces of {sizes}"
         parts.append(Sheet(title, ["kind", *keys], rows))
     return parts
+
+
+STUDY = Study(
+    CONFIGS, list, run, plot, claims, summary, panels=(2, 1), size_inches=(6.8, 3.2)
+)

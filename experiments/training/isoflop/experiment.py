@@ -28,7 +28,7 @@ from experiments.training.isoflop.outcomes import (
 from jaxkv import validation
 from jaxkv.files import folder_or_temporary, write_atomically
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import dumps
+from jaxkv.report import Study, dumps
 from scaling import sweeps
 from scaling.cli import FitConfig, fit_log, frontier_json, optimum_at
 from scaling.corpora import CorpusConfig
@@ -49,12 +49,6 @@ COSINE = "cosine"
 SMOOTHING = 0.05
 """Decades of FLOPs over which training curves are averaged for their envelope."""
 PREDICTION = "prediction.json"
-PANELS = (3, 2)
-PANEL_SIZE_INCHES = (3.4, 3.9)
-plot = drawing.plot
-claims = report.claims
-metrics = report.metrics
-summary = report.summary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,3 +273,17 @@ def files(result: Result) -> dict[str, str]:
         "prediction.json": result.prediction,
         "fit.json": result.fit.document,
     }
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    drawing.plot,
+    report.claims,
+    report.summary,
+    report.metrics,
+    panels=(3, 2),
+    size_inches=(3.4, 3.9),
+    files=files,
+)

@@ -18,13 +18,10 @@ from experiments.training.known_entropy.runs import Config, LanguageRuns, train_
 from jaxkv import report
 from jaxkv.plotting import draw_curve, sequential_colors, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column
+from jaxkv.report import ResultRecord, Study, column
 from scaling import corpora, fits
 from scaling.corpora import LanguageConfig, optimal_loss, zipf_probabilities
 from scaling.laws import find_law
-
-PANELS = (2, 1)
-PANEL_SIZE_INCHES = (6.8, 3.6)
 
 CONFIGS = {
     "cpu": Config(),
@@ -279,3 +276,15 @@ def metrics(result: Result) -> dict[str, Any]:
         "source_excess": result.source_excess,
         "counting_slope": result.counts.slope,
     }
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    metrics=metrics,
+    panels=(2, 1),
+    size_inches=(6.8, 3.6),
+)

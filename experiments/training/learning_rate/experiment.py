@@ -24,6 +24,7 @@ from jaxkv.report import (
     ResultRecord,
     ResultTable,
     Sheet,
+    Study,
     column,
     computed_column,
     format_named,
@@ -82,9 +83,6 @@ class Config:
         """Sweep of the runs."""
         return make_sweep(vars(self) | {"seeds": (self.seed,), "min_steps": 1})
 
-
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(
@@ -247,3 +245,16 @@ def summary(result: Result) -> list[ReportPart]:
     numbers = [format_named(*item) for item in metrics(result).items()]
     powers = Sheet("powers through the optima", ("", ""), numbers)
     return [powers, result.best.sheet("optima")]
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=(1, 2),
+    size_inches=(3.4, 3.8),
+)

@@ -15,7 +15,7 @@ from experiments.framework import MeasuredValue, claims_file, measured
 from jaxkv import validation
 from jaxkv.plotting import draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column
+from jaxkv.report import ResultRecord, Study, column
 from scaling import fits
 from scaling.laws import find_law
 
@@ -107,3 +107,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     width = result.slope_high - result.slope_low
     yield measured("slope", result.slope, tolerance=width if width > 0 else 0.0)
     yield measured("size", result.sigma_squared)
+
+
+STUDY = Study(CONFIGS, Result, run, plot, claims)

@@ -42,6 +42,7 @@ from jaxkv.report import (
     ReportPart,
     ResultTable,
     Sheet,
+    Study,
     Texts,
     column,
     computed_column,
@@ -49,9 +50,6 @@ from jaxkv.report import (
 from scaling.frontiers import find_best_runs
 
 CONFIGS = settings.CONFIGS
-PANELS = (4, 1)
-PANEL_SIZE_INCHES = (6.8, 2.9)
-run = runs.run
 
 
 def published_direction(low: float, high: float, published: Published) -> str:
@@ -365,3 +363,16 @@ def _draw_differences(ax: Any, result: Result) -> None:
     ax.set_xticks(shown, [f"{size:,}" for size in shown])
     ax.minorticks_off()
     ax.legend()
+
+
+STUDY = Study(
+    CONFIGS,
+    Result,
+    runs.run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=(4, 1),
+    size_inches=(6.8, 2.9),
+)

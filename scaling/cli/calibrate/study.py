@@ -307,7 +307,7 @@ STUDY = Study(
     metrics=metrics,
     summary=summary,
     panels=(1, 2),
-    panel_size_inches=(3.4, 4.0),
+    size_inches=(3.4, 4.0),
     files=files,
 )
 """Fits and predictions of a table of stages, as a run folder."""

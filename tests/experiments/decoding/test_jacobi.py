@@ -13,13 +13,12 @@ from experiments.decoding.jacobi.from_text import (
     Result,
 )
 from experiments.decoding.speculation.on_text import DecodingRuns
-from experiments.framework.registry import studies_of
 from jaxkv.models import LoadedModel
 from jaxkv.sampling import Sampling
 from tests.support import engines, smoke
 from tests.support.engines import MODEL, Ask
 
-(STUDY,) = studies_of(from_text)
+STUDY = from_text.STUDY
 
 
 def test_the_correct_prefix_is_counted() -> None:
