@@ -504,26 +504,21 @@ def test_new_law_is_fitted_and_allocates_a_budget() -> None:
 EXPERIMENT = '''
 """Do dice show 3.5 on average?"""
 
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ResultRecord, Study, column
+from jaxkv.validation import ConfigRecord, PositiveInt
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Sample size."""
 
-    num: int = 1000
-    """Number of throws, at least 1."""
-
-    def __post_init__(self) -> None:
-        validation.at_least(self, "num", low=1)
+    num: PositiveInt = 1000
+    """Number of throws."""
 
 
 CONFIGS = {"smoke": Config()}

@@ -13,7 +13,6 @@ time to read weights, K and V once, at the read bandwidth measured in the same r
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import statistics
@@ -36,11 +35,17 @@ from experiments.harness import (
     measure_in_turns,
     median_and_spread,
 )
-from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel, save_model
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Study
+from jaxkv.validation import (
+    ConfigRecord,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Sizes,
+)
 from pallas_kernels import devices
 from pallas_kernels.bench import Ceilings, measure_ceilings
 from scaling.costs import kv_bytes_per_token
@@ -55,58 +60,47 @@ MAX_PREFILL_TOKENS = 1024
 """Largest number of prompt tokens in a batch for which `READS` tokens are compared."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Model and workload, and the peers."""
 
     model: str = "random-135m"
     """A folder, a bundled model, or a shape with random weights: random-135m
     (SmolLM2-135M), random-8b (Llama-3-8B) or random-tiny."""
-    batch: tuple[int, ...] = (1, 8, 32)
+    batch: Sizes = (1, 8, 32)
     """Batch sizes; each gives separate rows."""
-    contexts: tuple[int, ...] = (128, 768, 2048)
+    contexts: Sizes = (128, 768, 2048)
     """Context lengths in tokens at the start of decoding; each gives separate rows."""
-    prompt_tokens: int = 0
+    prompt_tokens: NonNegativeInt = 0
     """A single context length that replaces `contexts`; 0 uses `contexts`."""
-    prefill_tokens: int = 4096
+    prefill_tokens: NonNegativeInt = 4096
     """Largest number of prompt tokens in a batch for which prefill is timed."""
     output_tokens: int = 128
     """Tokens that every sequence decodes in a turn, more than those of one call."""
-    turn_s: float = 2.0
+    turn_s: PositiveFloat = 2.0
     """Time limit of decoding in a turn, in s; at least one call runs."""
     parts: bool = True
     """Also measure the parts of a decode step, without speculation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and pages of jaxkv; peers compute in float32."""
-    page_size: int = 16
+    page_size: PositiveInt = 16
     """Tokens per page."""
     token_budget: int = 512
     """Largest number of rows in a prefill step."""
     speculate: Literal["ngram", "jacobi", "early-exit"] | None = None
     """Speculative method of jaxkv; the tokens are the same."""
-    drafts: int = 3
+    drafts: PositiveInt = 3
     """Draft tokens per step with speculation."""
-    steps_per_call: int = 16
+    steps_per_call: PositiveInt = 16
     """Steps per call to the device."""
-    rounds: int = 3
+    rounds: PositiveInt = 3
     """Turns of every engine."""
     peer_python: Path | None = None
     """Python interpreter with transformers, or llama_cpp and gguf, or all of them;
     these engines are timed on the same weights."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(self, "page_size", "steps_per_call", "rounds", "drafts")
-        validation.at_least(self, "prompt_tokens", "prefill_tokens", low=0)
-        validation.above(self, "turn_s")
-        if not self.contexts or min(self.contexts) < 1:
-            raise ValueError(
-                f"contexts={self.contexts!r} must be numbers of at least 1"
-            )
+        """Validates the fields."""
+        super().__post_init__()
         if self.output_tokens <= self.steps_per_call:
             raise ValueError(
                 f"output_tokens={self.output_tokens!r} must be more than "
@@ -120,8 +114,6 @@ class Config:
                 f"drafts={self.drafts!r} "
                 "that many may come in the first call, whose tokens are not counted"
             )
-        if not self.batch or min(self.batch) < 1:
-            raise ValueError(f"batch={self.batch!r} must be numbers of at least 1")
         if self.token_budget < max(self.batch):
             raise ValueError(
                 f"token_budget={self.token_budget!r} must be at least "

@@ -6,7 +6,6 @@ rates, and a sweep. Each part has a share of the remaining time. A crash, or the
 the machine, costs one piece.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -14,16 +13,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from experiments.bench.decode import timeline
 from experiments.bench.device import worker
 from experiments.bench.kernels import checks
 from experiments.bench.peer_process import PeerProcess
-from jaxkv import files, plotting, validation
+from jaxkv import files, plotting
 from jaxkv.plotting import BLUE, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import OUT, ReportPart, Sheet, Study
+from jaxkv.validation import Choices, ConfigRecord, PositiveFloat
 from pallas_kernels.bench import SETS
 
 PARTS_FILE = "pieces.jsonl"
@@ -54,28 +54,17 @@ BENCH_PARTS = {
 for which it is started on a GPU, in s; the largest number of pieces per process."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Parts to measure, and the time of a call."""
 
     size: Literal["gpu", "tiny"] = "gpu"
     """`gpu` measures a GPU; `tiny` tests all parts in a minute or two on any device."""
-    only: tuple[str, ...] = ()
+    only: Annotated[tuple[str, ...], Choices(BENCH_PARTS)] = ()
     """Parts to measure; empty for all parts."""
-    max_s: float = 540.0
+    max_s: PositiveFloat = 540.0
     """Time of a call without `--max-seconds`, in s."""
     folder: str = OUT
     """Folder of the pieces; by default the run's own folder."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a part is unknown, or the time is not above 0.
-        """
-        validation.above(self, "max_s")
-        for name in self.only:
-            validation.choice("only", name, tuple(BENCH_PARTS))
 
 
 CONFIGS = {"gpu": Config(), "smoke": Config(size="tiny", only=("correctness",))}

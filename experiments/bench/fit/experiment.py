@@ -7,14 +7,13 @@ for it. The peers are loops over resamples that call SciPy's BFGS, as published
 replications do; they differ in the source of the gradient.
 """
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
 import inspect
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -22,7 +21,6 @@ from scipy import optimize
 
 from experiments.bench.tables import draw_bars, split_details
 from experiments.harness import time_call, without_compilation_cache
-from jaxkv import validation
 from jaxkv.plotting import set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -35,6 +33,7 @@ from jaxkv.report import (
     column,
     format_seconds,
 )
+from jaxkv.validation import ConfigRecord, Range
 from scaling import fits, laws
 from scaling.fits import (
     FitProblem,
@@ -52,11 +51,10 @@ DELTA = 1e-3
 """Residual at which the Huber loss changes from quadratic to linear."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Data and number of fits."""
 
-    num_points: int = 240
+    num_points: Annotated[int, Range(16)] = 240
     """Runs on the simulated surface, at least 16."""
     num_resamples: int = 4000
     """Resamples that every method fits."""
@@ -68,12 +66,8 @@ class Config:
     """Seed of the resamples."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(self, "num_points", low=16)
+        """Validates the fields."""
+        super().__post_init__()
         if not 1 <= self.num_pieces <= self.num_resamples:
             raise ValueError(
                 f"num_pieces={self.num_pieces!r} must be in [1, "

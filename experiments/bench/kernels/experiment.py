@@ -10,23 +10,22 @@ are listed separately.
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from experiments.bench.kernels import peer_frameworks
 from experiments.bench.kernels.peer_frameworks import TimeBudget
 from experiments.bench.kernels.report import plot, summary
 from experiments.bench.peer_process import PeerProcess, start_peers
 from experiments.harness import MAX_ERROR, Implementation, KernelRun, implementations_of
-from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Study
+from jaxkv.validation import ConfigRecord, PositiveFloat, Range
 from pallas_kernels import bench, devices
 from pallas_kernels.bench import (
     SETS,
@@ -55,8 +54,7 @@ NUM_LAYERS = 32
 """Layers that share a plan, as in models of 7 or 8 billion parameters."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Shapes and time limits."""
 
     shapes: Literal["auto", "tiny", "small", "quick", "real", "grid"] = "auto"
@@ -67,22 +65,13 @@ class Config:
     """Substring of the names of selected shapes."""
     these: tuple[str, ...] = ()
     """Names of selected shapes; empty for all."""
-    num_calls: int = 30
+    num_calls: Annotated[int, Range(2)] = 30
     """Timed calls per implementation; fewer if they are slow."""
-    max_s: float = 480.0
+    max_s: PositiveFloat = 480.0
     """Seconds after which no measurement starts; the shapes of quick come first."""
     peer_python: Path | None = None
     """Python interpreter with other frameworks, whose attention is timed in separate
     processes. None means this interpreter on a GPU, if it has torch."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(self, "num_calls", low=2)
-        validation.above(self, "max_s")
 
 
 CONFIGS = {

@@ -7,7 +7,6 @@ for which the host must read a value, and copies of weights. The time of a launc
 a graph can only be measured on a device.
 """
 
-import dataclasses
 import functools
 import re
 import tempfile
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import scheduling, validation
+from jaxkv import scheduling
 from jaxkv.engine import EngineConfig, init, run_steps
 from jaxkv.models import ModelConfig, PagedForward, make_model_pages, param_shapes
 from jaxkv.plotting import set_labels, system_style
@@ -38,6 +37,7 @@ from jaxkv.report import (
     metric_sheets,
     to_plain,
 )
+from jaxkv.validation import ConfigRecord, PositiveInt, Sizes
 from pallas_kernels import devices
 from pallas_kernels.bench import (
     LOOPS,
@@ -69,8 +69,7 @@ FILLING = Route("filling", {**_GREEDY, "enter": 1})
 is counted, so the count is an upper bound."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """A dense Llama in bfloat16, and its engine."""
 
     hidden_size: int = 4096
@@ -85,11 +84,11 @@ class Config:
     """Head size: 64, 128 or 256, as the kernels support."""
     vocab_size: int = 128_256
     """Vocabulary size."""
-    num_layers: tuple[int, ...] = (2, 8, 32)
+    num_layers: Sizes = (2, 8, 32)
     """Depths to compile, each at least 1; launches are counted at the first one."""
     scanned: bool = False
     """Scan over stacked layers."""
-    max_slots: int = 32
+    max_slots: PositiveInt = 32
     """Sequences that run concurrently."""
     token_budget: int = 256
     """Rows of a step."""
@@ -99,18 +98,10 @@ class Config:
     """Enable the prefix cache."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        if not self.num_layers or min(self.num_layers) < 1:
-            raise ValueError(
-                f"num_layers={self.num_layers!r} must be depths of at least 1"
-            )
+        """Validates the fields."""
+        super().__post_init__()
         if self.head_dim not in (64, 128, 256):
             raise ValueError(f"head_dim={self.head_dim!r} must be 64, 128 or 256")
-        validation.at_least(self, "max_slots", low=1)
         for depth in self.num_layers:
             self.model(depth)
         self.engine()

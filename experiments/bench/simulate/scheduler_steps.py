@@ -7,7 +7,6 @@ them record the same step statistics; Python is also timed without them.
 """
 
 import concurrent.futures
-import dataclasses
 import os
 import statistics
 import time
@@ -20,12 +19,13 @@ from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import SimpleRequest
 from experiments.bench.tables import draw_bars
 from experiments.harness import draw_lengths
-from jaxkv import clock, scheduling, simulation, validation
+from jaxkv import clock, scheduling, simulation
 from jaxkv.plotting import set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, Sheet, Study, format_seconds
 from jaxkv.simulation import Capacity, Cost, ProgramSizes, SimulationMember, part_size
 from jaxkv.simulation import MemberBatch as Runner
+from jaxkv.validation import ConfigRecord, PositiveInt
 from jaxkv.workloads import SHAREGPT, Workload, make_workload
 from scaling.costs import LinearCost, figure_12_cost
 
@@ -47,36 +47,31 @@ NUM_PAGES = 15_728 // PAGE_SIZE
 Source: Kwon et al. 2023, arXiv:2309.06180, table 1."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Workload and repetitions."""
 
     num_runs: int = 64
     """Mapped runs, at rates from `min_rate` to `max_rate`."""
-    num_steps: int = 4000
+    num_steps: PositiveInt = 4000
     """Steps of each run, from an idle machine."""
     min_rate: float = 0.5
     """Lowest rate in requests/s."""
     max_rate: float = 2.2
     """Highest rate in requests/s; the machine serves about 2."""
-    max_slots: int = 64
+    max_slots: PositiveInt = 64
     """Sequences that run concurrently."""
-    head: int = 16
+    head: PositiveInt = 16
     """Waiting requests visible to the policy."""
     num_python: int = 8
     """Runs in plain Python, spread over the rates."""
-    rounds: int = 3
+    rounds: PositiveInt = 3
     """Turns of every system."""
     seed: int = 0
     """Seed of the requests."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(self, "num_steps", "max_slots", "head", "rounds")
+        """Validates the fields."""
+        super().__post_init__()
         if not 1 <= self.num_python <= self.num_runs:
             raise ValueError(
                 f"num_python={self.num_python!r} must be in [1, "

@@ -7,7 +7,6 @@ the mean end-to-end and the median first-token time of the requests in the windo
 """
 
 import contextlib
-import dataclasses
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ import numpy as np
 from experiments.bench.peer_process import PeerProcess, start_peers
 from experiments.bench.tables import draw_bars
 from experiments.harness import without_compilation_cache
-from jaxkv import clock, validation
+from jaxkv import clock
 from jaxkv.plotting import set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -37,6 +36,7 @@ from jaxkv.report import (
     format_percent,
     format_seconds,
 )
+from jaxkv.validation import ConfigRecord, PositiveInt
 from scaling import shapes
 from scaling.calibration import (
     PUBLISHED_SERVERS,
@@ -78,8 +78,7 @@ NOT_RUN = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Measured stages, coefficients and peers."""
 
     runs: str = ""
@@ -91,18 +90,14 @@ class Config:
     coefficients: Path | None = None
     """Posterior of a server, as `jaxkv calibrate` writes it; None for the published
     one."""
-    draws: int = 32
+    draws: PositiveInt = 32
     """Draws of the posterior that are simulated together."""
-    rounds: int = 5
+    rounds: PositiveInt = 5
     """Turns of every system, after its first answer."""
     peer_python: Path | None = None
     """Python interpreter with aiconfigurator, which is timed."""
     blis: Path | None = None
     """Folder of BLIS's source with its built program `blis`, which is timed."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "draws", "rounds")
 
 
 CONFIGS = {"stage": Config()}

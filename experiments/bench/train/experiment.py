@@ -21,7 +21,6 @@ from experiments.bench.tables import split_details
 from experiments.bench.train import peers
 from experiments.bench.train.peers import JaxkvTrainer, PyTorchTrainer
 from experiments.harness import measure_in_turns, median_and_spread
-from jaxkv import validation
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -36,6 +35,7 @@ from jaxkv.report import (
     format_flops,
     format_percent,
 )
+from jaxkv.validation import ConfigRecord, PositiveFloat, PositiveInt
 from scaling import training
 from scaling.corpora import VOCAB_SIZE
 
@@ -44,43 +44,35 @@ DETAILS = ("spread", "loss_gap", "optimizer", "ceiling_flops_per_s", "mfu", "ver
 DETAILS += ("absent",)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Model and workload, and the peers."""
 
     width: tuple[int, ...] = (16, 32, 64, 128)
     """Hidden sizes; each gives separate rows."""
-    num_layers: int = 2
+    num_layers: PositiveInt = 2
     """Layers, each with an MLP of four times the width."""
-    head_dim: int = 16
+    head_dim: PositiveInt = 16
     """Head size; the number of heads is width / head size."""
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
     """Windows per step."""
-    seq_len: int = 64
+    seq_len: PositiveInt = 64
     """Predictions per window."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the forward and backward pass of jaxkv; peers compute in float32."""
-    rounds: int = 5
+    rounds: PositiveInt = 5
     """Turns of every system."""
-    seconds: float = 2.0
+    seconds: PositiveFloat = 2.0
     """Duration of a turn, in s."""
     peer_python: Path | None = None
     """Python interpreter with torch, which is timed in eager mode and compiled."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(
-            self, "num_layers", "head_dim", "batch_size", "seq_len", "rounds"
-        )
+        """Validates the fields."""
+        super().__post_init__()
         if not self.width or any(x < 1 or x % self.head_dim for x in self.width):
             raise ValueError(
                 f"width={self.width!r} must be multiples of head_dim={self.head_dim!r}"
             )
-        validation.above(self, "seconds")
 
 
 CONFIGS = {

@@ -7,17 +7,16 @@ bytes that XLA plans for the compiled gradient are listed for comparison: XLA re
 some residuals and never holds all of them at once, so no formula predicts that number.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import models, validation
+from jaxkv import models
 from jaxkv.models import ModelConfig, param_shapes
 from jaxkv.plotting import (
     BLUE,
@@ -32,6 +31,7 @@ from jaxkv.plotting import (
 )
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, Sheet, Study
+from jaxkv.validation import Choices, ConfigRecord, PositiveInt, Range
 from scaling.costs import (
     count_parameters,
     list_residuals,
@@ -44,43 +44,6 @@ from scaling.training import token_losses
 _KEPT_SEQUENCE = 256
 """Tokens of a sequence whose residuals are counted: more than one attention tile,
 because attention over shorter sequences keeps its weights."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Size of the models; small enough for one attention tile."""
-
-    hidden_size: int = 256
-    """A multiple of 32: eight heads of even size."""
-    num_layers: int = 2
-    """Layers, unrolled."""
-    batch: int = 4
-    """Sequences."""
-    sequence: int = 128
-    """Tokens; at most one tile, because XLA counts a loop body once."""
-    families: tuple[str, ...] = ("llama", "qwen2", "qwen3", "gpt2", "opt")
-    """Model families."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: the sequence exceeds one tile, or a family is unknown.
-        """
-        if self.hidden_size < 32 or self.hidden_size % 32:
-            raise ValueError(
-                f"hidden_size={self.hidden_size!r} must be a multiple of 32"
-            )
-        validation.within(self, "sequence", low=1, high=128)
-        if self.num_layers < 1 or self.batch < 2:
-            raise ValueError(
-                f"num_layers={self.num_layers!r} must be at least 1, "
-                f"batch={self.batch!r} 2"
-            )
-        if unknown := {*self.families} - _FAMILY_SETTINGS.keys():
-            raise ValueError(
-                f"families={sorted(unknown)} must be in {list(_FAMILY_SETTINGS)}"
-            )
 
 
 _BIASED = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
@@ -97,6 +60,31 @@ _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "gpt2": {**_GPT_SETTINGS, **_BIASED, "activation": "gelu_tanh"},
     "opt": {**_GPT_SETTINGS, **_BIASED, "activation": "relu", "position_offset": 2},
 }
+
+
+class Config(ConfigRecord):
+    """Size of the models; small enough for one attention tile."""
+
+    hidden_size: int = 256
+    """A multiple of 32: eight heads of even size."""
+    num_layers: PositiveInt = 2
+    """Layers, unrolled."""
+    batch: Annotated[int, Range(2)] = 4
+    """Sequences."""
+    sequence: Annotated[int, Range(1, 128)] = 128
+    """Tokens; at most one tile, because XLA counts a loop body once."""
+    families: Annotated[tuple[str, ...], Choices(_FAMILY_SETTINGS)] = (
+        *_FAMILY_SETTINGS,
+    )
+    """Model families."""
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        super().__post_init__()
+        if self.hidden_size < 32 or self.hidden_size % 32:
+            raise ValueError(
+                f"hidden_size={self.hidden_size!r} must be a multiple of 32"
+            )
 
 
 CONFIGS = {

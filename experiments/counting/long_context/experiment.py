@@ -6,17 +6,16 @@ peak memory of a device and the bytes it sends for attention. Two layers are eno
 because the traffic of weights does not depend on the sequence length.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import count_compiled, predicted_traffic
-from jaxkv import validation
 from jaxkv.models import ModelConfig
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Study, Texts, column
+from jaxkv.validation import Ascending, ConfigRecord, Entries
 from scaling.costs import parse_layout
 from scaling.training import check_trainable
 
@@ -25,8 +24,10 @@ ONE_DEVICE = "one device"
 """Name of the layout on a single device."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+Lengths = Annotated[tuple[int, ...], Ascending(2)]
+
+
+class Config(ConfigRecord):
     """Layers of a model, sequence lengths, and parallel layouts."""
 
     hidden_size: int = 1024
@@ -36,20 +37,19 @@ class Config:
     vocab_size: int = 257
     """Bytes: a small vocabulary, so that logits do not dominate memory."""
     num_layers: int = 2
-    sequences: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    sequences: Lengths = (1024, 2048, 4096, 8192, 16384)
     """Sequence lengths in tokens, ascending."""
-    layouts: tuple[str, ...] = ("", "ulysses=8", "ring=8", "ring=4,ulysses=2")
+    layouts: Annotated[tuple[str, ...], Entries(1)] = (
+        "",
+        "ulysses=8",
+        "ring=8",
+        "ring=4,ulysses=2",
+    )
     """Layouts in the syntax of `jaxkv cost`; one sequence, so without dp."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a layout does not divide a sequence or the model.
-        """
-        validation.ascending(self, "sequences", low=2)
-        if not self.layouts:
-            raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
+        """Validates the fields."""
+        super().__post_init__()
         for words in self.layouts:
             layout = parse_layout(words)
             if layout.data > 1:

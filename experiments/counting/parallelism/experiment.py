@@ -7,15 +7,14 @@ the programs existed. All counts are linear in the number of layers, so programs
 and two layers determine those of the whole model.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import count_compiled, predicted_traffic
-from jaxkv import plotting, validation
+from jaxkv import plotting
 from jaxkv.models import ModelConfig
 from jaxkv.plotting import draw_curve, set_labels, system_style
 from jaxkv.progress import QUIET, Progress
@@ -30,6 +29,7 @@ from jaxkv.report import (
     column,
     computed_column,
 )
+from jaxkv.validation import ConfigRecord, Entries, PositiveInt, Range
 from scaling import shapes
 from scaling.costs import max_device_params, parse_layout, training_step_flops
 from scaling.shapes import describe_config
@@ -38,18 +38,17 @@ from scaling.training import check_trainable
 CLAIMS = claims_file(__file__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """A model, a batch, and parallel layouts."""
 
     model: str = "llama-2-7b"
     """Dense model of `scaling.shapes.published`."""
-    batch: int = 8
+    batch: PositiveInt = 8
     """Sequences over all devices."""
-    sequence: int = 128
+    sequence: Annotated[int, Range(2, 128)] = 128
     """Tokens per sequence; at most one attention tile, because XLA counts a loop body
     once."""
-    layouts: tuple[str, ...] = (
+    layouts: Annotated[tuple[str, ...], Entries(1)] = (
         "dp=8",
         "tp=8",
         "tp=8,sp",
@@ -63,16 +62,8 @@ class Config:
     """Layouts in the syntax of `jaxkv cost`."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: there is no layout, or a layout does not divide the model or the
-            batch.
-        """
-        validation.at_least(self, "batch")
-        validation.within(self, "sequence", low=2, high=128)
-        if not self.layouts:
-            raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
+        """Validates the fields."""
+        super().__post_init__()
         for words in self.layouts:
             layout = parse_layout(words)
             check_trainable(self.shape(1), layout, sequence_length=self.sequence)

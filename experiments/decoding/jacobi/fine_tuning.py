@@ -11,7 +11,7 @@ Source: Kou et al. 2024, arXiv:2403.00835.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from experiments.decoding.jacobi import blocks, drawing, from_text
 from experiments.decoding.speculation import held_out, on_text
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import load_text_model
-from jaxkv import plotting, validation
+from jaxkv import plotting
 from jaxkv.models import LoadedModel, Params, save_model
 from jaxkv.plotting import draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
@@ -37,6 +37,7 @@ from jaxkv.report import (
     computed_column,
 )
 from jaxkv.sampling import Sampling
+from jaxkv.validation import AscendingInts, PositiveInt, Range
 from scaling.corpora import STANDARD_LIBRARY, Corpus, CorpusConfig, open_corpus
 from scaling.training import (
     Consistency,
@@ -56,7 +57,6 @@ TOGETHER = 32
 """Blocks that are found in one batch."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
     """Training data, training of a byte-level model, and its evaluation."""
 
@@ -64,23 +64,23 @@ class Config(held_out.TextConfig):
     """Training text of the model."""
     objective: Consistency = dataclasses.field(default_factory=Consistency)
     """Lengths of prompts, blocks and texts."""
-    num_texts: int = 640
+    num_texts: PositiveInt = 640
     """Pieces of training text after which blocks are found."""
-    guesses: int = 8
+    guesses: PositiveInt = 8
     """Intermediate guesses of each block that are trained on."""
-    num_steps: int = 400
+    num_steps: PositiveInt = 400
     """Training steps."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Guesses per step, each paired with a piece of text."""
-    learning_rate: float = 7e-4
+    learning_rate: Annotated[float, Range(0, ends="()")] = 7e-4
     """Peak learning rate; it decays to 0 over the second half."""
-    num_held_out: int = 64
+    num_held_out: PositiveInt = 64
     """Pieces of held-out text after which blocks are found before and after."""
-    scored_windows: int = 256
+    scored_windows: PositiveInt = 256
     """Held-out windows of 512 tokens for bits per byte."""
     num_prompts: int = 4
     """Texts that the engine continues, one at a time."""
-    num_drafts: tuple[int, ...] = (3, 7, 15)
+    num_drafts: AscendingInts = (3, 7, 15)
     """Draft lengths of the engine's drafter."""
     steps_per_call: int = 4
     """Steps per call of the engine."""
@@ -90,10 +90,6 @@ class Config(held_out.TextConfig):
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        validation.at_least(self, "num_texts", "guesses", "num_steps", "batch_size")
-        validation.at_least(self, "num_held_out", "scored_windows")
-        validation.above(self, "learning_rate", finite=True)
-        validation.ascending(self, "num_drafts", low=1)
         self.check_answer_length(self.num_drafts[-1])
 
     def recipe(self, model: LoadedModel) -> TrainConfig:

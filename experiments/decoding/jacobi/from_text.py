@@ -6,9 +6,8 @@ decoding. By the theorem a block takes at most m iterations, and every iteration
 another token. The engine's own Jacobi drafter shows the resulting speed.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -18,7 +17,6 @@ from experiments.decoding.jacobi import blocks, drawing
 from experiments.decoding.speculation import held_out, on_text, serving
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import load_text_model
-from jaxkv import validation
 from jaxkv.models import LoadedModel
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -33,22 +31,22 @@ from jaxkv.report import (
     computed_column,
 )
 from jaxkv.sampling import Sampling
+from jaxkv.validation import AscendingInts, PositiveInt, Range
 
 CLAIMS = claims_file(__file__)
 WAY = "Jacobi"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
     """Text, blocks and lengths."""
 
-    lengths: tuple[int, ...] = (4, 8, 16, 32)
+    lengths: AscendingInts = (4, 8, 16, 32)
     """Tokens of a block."""
-    picture_tokens: int = 32
+    picture_tokens: PositiveInt = 32
     """Tokens of the drawn block, the first of the first text."""
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+    temperatures: Annotated[tuple[float, ...], Range(0, 2)] = (0.0, 1.0)
     """Sampling temperatures; 0 is greedy."""
-    num_drafts: tuple[int, ...] = (3, 7, 15, 31)
+    num_drafts: AscendingInts = (3, 7, 15, 31)
     """Draft lengths of the engine's drafter."""
     steps_per_call: int = 4
     """Steps per call of the engine."""
@@ -56,9 +54,6 @@ class Config(held_out.TextConfig):
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        validation.at_least(self, "picture_tokens")
-        validation.ascending(self, "lengths", "num_drafts", low=1)
-        validation.within(self, "temperatures", low=0, high=2)
         longest = max(*self.lengths, self.picture_tokens)
         self.check_answer_length(self.num_drafts[-1], longest)
 

@@ -12,12 +12,12 @@ import numpy as np
 from experiments.decoding.speculation import serving
 from experiments.decoding.speculation.serving import DECODING_METHODS, PLAIN_DECODING
 from experiments.harness import Server, cut_held_out_prompts, measure_in_turns
-from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel
 from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import NUM_DRAFT_BUCKETS
+from jaxkv.validation import ConfigRecord, NonNegativeInt, PositiveInt
 
 type Setting = tuple[int, float]
 """Batch size and temperature."""
@@ -25,30 +25,23 @@ type Requests = tuple[list[list[int]], list[Sampling]]
 """Prompts and their sampling."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextConfig:
+class TextConfig(ConfigRecord):
     """Held-out code to continue, and rounds of all methods."""
 
     model: str = "stdlib-bytes"
     """Model folder or bundled model."""
-    num_prompts: int = 8
+    num_prompts: PositiveInt = 8
     """Texts that are continued one at a time."""
-    prompt_tokens: int = 128
+    prompt_tokens: PositiveInt = 128
     """Tokens of each prompt."""
     output_tokens: int = 320
     """Tokens of each answer; end tokens are ignored."""
-    rounds: int = 3
+    rounds: PositiveInt = 3
     """Rounds of each method."""
-    steps_per_call: int = 8
+    steps_per_call: PositiveInt = 8
     """Steps per call of the engine."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of prompts and sampling."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "num_prompts", "prompt_tokens", "rounds")
-        validation.at_least(self, "steps_per_call")
-        validation.at_least(self, "seed", low=0)
 
     @property
     def max_length(self) -> int:

@@ -12,9 +12,8 @@ formula must hold. On text it need not, because acceptance of a draft token rais
 chance of the next one.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -24,7 +23,6 @@ from experiments.decoding.speculation import drawing, held_out, serving, theory
 from experiments.decoding.speculation.theory import IndependentDrafts
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import load_text_model
-from jaxkv import validation
 from jaxkv.engine import Speculation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -40,6 +38,7 @@ from jaxkv.report import (
     computed_column,
 )
 from jaxkv.speculation import Synthetic
+from jaxkv.validation import Ascending, AscendingInts, Choices, PositiveInt, Shares
 
 CLAIMS = claims_file(__file__)
 FEW_TOKENS = 128
@@ -52,41 +51,40 @@ EXITS = ("early exit, 1 layer", "early exit, 2 layers")
 TEMPERATURES = (0.0, 1.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
     """Text, methods and lengths."""
 
-    ways: tuple[str, ...] = (LOOKUP, JACOBI, *EXITS)
+    ways: Annotated[tuple[str, ...], Choices((LOOKUP, JACOBI, *EXITS))] = (
+        LOOKUP,
+        JACOBI,
+        *EXITS,
+    )
     """Compared drafters."""
-    num_drafts: int = 3
+    num_drafts: PositiveInt = 3
     """Draft length of the comparison of methods and batch sizes."""
-    lengths: tuple[int, ...] = (1, 2, 3, 7, 15)
+    lengths: AscendingInts = (1, 2, 3, 7, 15)
     """Draft lengths of the sweep."""
-    lengthened: tuple[str, ...] = (LOOKUP, "early exit, 1 layer")
+    lengthened: Annotated[tuple[str, ...], Choices((LOOKUP, JACOBI, *EXITS))] = (
+        LOOKUP,
+        "early exit, 1 layer",
+    )
     """Drafters of the sweep over draft lengths."""
-    batches: tuple[int, ...] = (2, 4, 8, 16)
+    batches: Annotated[tuple[int, ...], Ascending(2)] = (2, 4, 8, 16)
     """Batch sizes with n-gram drafts; batch 1 is always measured."""
-    acceptances: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 0.9)
+    acceptances: Shares = (0.2, 0.4, 0.6, 0.8, 0.9)
     """Acceptance rates of synthetic drafts."""
-    coin_drafts: tuple[int, ...] = (1, 2, 4, 8)
+    coin_drafts: AscendingInts = (1, 2, 4, 8)
     """Draft lengths of synthetic drafts."""
     num_coins: int = 16
     """Sequences with synthetic drafts in a batch, divided over the draft lengths."""
-    coin_tokens: int = 768
+    coin_tokens: PositiveInt = 768
     """Tokens of each of these sequences."""
-    coin_batches: int = 6
+    coin_batches: PositiveInt = 6
     """Batches of these sequences."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        validation.at_least(self, "num_drafts", "coin_tokens", "coin_batches")
-        validation.ascending(self, "lengths", "coin_drafts", low=1)
-        validation.ascending(self, "batches", low=2)
-        validation.within(self, "acceptances", low=0, high=1)
-        validation.among(
-            self, "ways", "lengthened", allowed_values=(LOOKUP, JACOBI, *EXITS)
-        )
         self.check_answer_length(max(self.num_drafts, *self.lengths))
         if self.num_coins < len(self.coin_drafts):
             raise ValueError(

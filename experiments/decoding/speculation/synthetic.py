@@ -8,7 +8,6 @@ sequence.
 """
 
 import collections
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,45 +20,47 @@ from experiments.decoding.speculation.serving import PLAIN_DECODING
 from experiments.decoding.speculation.theory import IndependentDrafts
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import Server, load_benchmark_model, measure_in_turns
-from jaxkv import validation
 from jaxkv.engine import Speculation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, Study, column, computed_column
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import Jacobi, Synthetic
+from jaxkv.validation import (
+    AscendingInts,
+    ConfigRecord,
+    NonNegativeInt,
+    PositiveInt,
+    Shares,
+)
 
 CLAIMS = claims_file(__file__)
 FEW_STEPS = 30
 """Fewest steps of a case below which no verdict is given."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Model shape, acceptance rates, draft lengths and tokens."""
 
     shape: str = "random-135m"
     """A name in `model_shapes.RANDOM_SHAPES`, a bundled model or a folder."""
-    chances: tuple[float, ...] = (0.5, 0.7, 0.9)
+    chances: Shares = (0.5, 0.7, 0.9)
     """Acceptance rates of a draft token."""
-    drafts: tuple[int, ...] = (1, 3, 7)
+    drafts: AscendingInts = (1, 3, 7)
     """Draft lengths."""
-    prompt_tokens: int = 32
+    prompt_tokens: PositiveInt = 32
     """Random tokens of the prompt."""
     output_tokens: int = 160
     """Tokens of each answer."""
-    rounds: int = 3
+    rounds: PositiveInt = 3
     """Rounds, each with its own answer and acceptance draws."""
-    steps_per_call: int = 4
+    steps_per_call: PositiveInt = 4
     """Steps per call of the engine."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of prompts and acceptance draws."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "prompt_tokens", "rounds", "steps_per_call")
-        validation.at_least(self, "seed", low=0)
-        validation.ascending(self, "drafts", low=1)
-        validation.within(self, "chances", low=0, high=1)
+        super().__post_init__()
         # A call that prefills, and another one that does not end the answer.
         if self.output_tokens <= (min_tokens := self.warmup_tokens):
             raise ValueError(

@@ -11,10 +11,9 @@ sequences, in more rounds. An adaptive method drafts only if it is expected to p
 the overhead of this rule is measured.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -29,6 +28,7 @@ from jaxkv.files import find_heads_folder
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, Sheet, Study, column
 from jaxkv.speculation import HEAD_KINDS, load_heads
+from jaxkv.validation import AscendingInts, PositiveInt, Range
 
 CLAIMS = claims_file(__file__)
 FEW_TOKENS = 128
@@ -43,7 +43,6 @@ METHOD_OF_PAPER = {
 """Published methods, with the nearest method here."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
     """Text, methods and lengths."""
 
@@ -67,19 +66,16 @@ class Config(held_out.TextConfig):
     rows, the tile sizes of CPU matrix products."""
     adaptive: tuple[tuple[str, int], ...] = (("n-gram, adaptive", 7),)
     """Adaptive methods with the largest draft length; a step has 8, 4 or 1 rows."""
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    batches: AscendingInts = (1, 2, 4, 8, 16, 32)
     """Batch sizes of the adaptive methods."""
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+    temperatures: Annotated[tuple[float, ...], Range(0, 2)] = (0.0, 1.0)
     """Sampling temperatures; 0 is greedy."""
-    adaptive_rounds: int = 9
+    adaptive_rounds: PositiveInt = 9
     """Rounds of the adaptive methods."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        validation.at_least(self, "adaptive_rounds")
-        validation.ascending(self, "batches", low=1)
-        validation.within(self, "temperatures", low=0, high=2)
         adapt = {
             method_name
             for method_name, method in serving.DECODING_METHODS.items()

@@ -14,11 +14,12 @@ import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.servers.agents.load import AgentLoad, AgentTraffic, draw_agents
-from jaxkv import scheduling, simulation, validation
+from jaxkv import scheduling, simulation
 from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Study, Texts, column
 from jaxkv.simulation import Capacity, SimulationMember
+from jaxkv.validation import ConfigRecord, PositiveInt
 from jaxkv.workloads import (
     Workload,
     find_jobs,
@@ -37,26 +38,21 @@ from scaling.costs import find_device
 MAX_LENGTH = 131072
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """The traffic and the server."""
 
     traffic: AgentTraffic = dataclasses.field(default_factory=AgentTraffic)
     """Distribution of jobs."""
-    num_seeds: int = 8
+    num_seeds: PositiveInt = 8
     """Draws of the traffic."""
     model: str = "meta-llama/Llama-3.1-8B"
     """Served model."""
     device: str = "h100"
     """Device that serves it."""
-    max_num_seqs: int = 16
+    max_num_seqs: PositiveInt = 16
     """Largest number of running sequences, as in vLLM."""
-    token_budget: int = 2048
+    token_budget: PositiveInt = 2048
     """Largest number of tokens fed in a step."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "num_seeds", "max_num_seqs", "token_budget")
 
 
 SMALL = AgentTraffic(

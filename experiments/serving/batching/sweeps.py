@@ -1,8 +1,7 @@
 """Simulated sweeps of batching: output limits, spread of outputs, and clients."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from experiments.harness import find_cost_model
 from experiments.serving.batching import lectures
-from jaxkv import scheduling, simulation, validation
+from jaxkv import scheduling, simulation
 from jaxkv.progress import Progress
 from jaxkv.report import (
     Floats,
@@ -22,6 +21,13 @@ from jaxkv.report import (
     to_rows,
 )
 from jaxkv.simulation import Capacity, Cost, SimulationResult, Work
+from jaxkv.validation import (
+    AscendingFloats,
+    AscendingInts,
+    ConfigRecord,
+    PositiveInt,
+    Range,
+)
 from jaxkv.workloads import Fixed, Gamma, Pair, Workload, closed_loop, make_workload
 
 SYSTEMS = ("static", "continuous", "paged")
@@ -30,8 +36,7 @@ batching with pages allocated on demand."""
 PAGE_SIZE = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """The simulated machine and its requests."""
 
     model: str = ""
@@ -41,31 +46,28 @@ class Config:
     """Name of the cost model of a step, see `named_costs`."""
     num_places: int = 15_728
     """KV cache size in tokens; the default is that of a 13B model in 40 GB."""
-    prompt_tokens: int = 512
+    prompt_tokens: PositiveInt = 512
     """Tokens of every prompt."""
-    mean_output_tokens: float = 128.0
+    mean_output_tokens: Annotated[float, Range(1)] = 128.0
     """Mean output tokens, before outputs are limited."""
-    limits: tuple[int, ...] = (32, 128, 512, 1536)
+    limits: AscendingInts = (32, 128, 512, 1536)
     """Output limits in tokens, ascending; outputs are exponential, and redrawn above
     the limit."""
-    deviations: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+    deviations: AscendingFloats = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
     """Coefficients of variation of outputs of equal mean, ascending."""
-    clients: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    clients: AscendingInts = (1, 2, 4, 8, 16, 32, 64)
     """Concurrent clients with prompts of 32 tokens, ascending; each sends its next
     request when the last is answered."""
-    num_requests: int = 1000
+    num_requests: PositiveInt = 1000
     """Requests of each load, all of which arrive at 0 s."""
-    num_seeds: int = 3
+    num_seeds: PositiveInt = 3
     """Independent draws of the lengths."""
-    max_slots: int = 64
+    max_slots: PositiveInt = 64
     """Largest number of sequences that run at once."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "prompt_tokens", "num_requests", "num_seeds")
-        validation.at_least(self, "max_slots", "mean_output_tokens")
-        validation.ascending(self, "limits", "clients", low=1)
-        validation.ascending(self, "deviations", low=0)
+        super().__post_init__()
         if self.num_places < self.longest:
             raise ValueError(
                 f"num_places={self.num_places!r} must hold a prompt and its longest "

@@ -8,17 +8,24 @@ rounds with ShareGPT's mean lengths.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.runs import Row
-from jaxkv import validation, workloads
+from jaxkv import workloads
 from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, Study, row_sheet
+from jaxkv.validation import (
+    ConfigRecord,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    Range,
+)
 from jaxkv.workloads import SHAREGPT, Fixed, Lengths, Load, load_ratio, num_requests_for
 
 HISTORY = 1024
@@ -28,29 +35,22 @@ AXIS = 0.8
 SYSTEMS: tuple[settings.System, ...] = (*settings.ORCAS, "paged")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Conversations and their arrival rates."""
 
-    rounds_before: float = 3.0
+    rounds_before: NonNegativeFloat = 3.0
     """Mean number of earlier rounds of a conversation, geometrically distributed. The
     paper states only that most prompts have the full 1,024 tokens."""
-    hours: float = 1.0
+    hours: PositiveFloat = 1.0
     """Hours of simulated load."""
-    num_rates: int = 8
+    num_rates: Annotated[int, Range(2)] = 8
     """Number of rates, evenly spaced up to `most`."""
-    num_near: int = 4
+    num_near: NonNegativeInt = 4
     """Further rates where latency rises from 0.1 to 0.9 s/token."""
-    most: float = 1.2
+    most: PositiveFloat = 1.2
     """Highest rate in requests/s; the published axis ends at 0.8."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of lengths and arrivals."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.above(self, "hours", "most")
-        validation.at_least(self, "rounds_before", "seed", "num_near", low=0)
-        validation.at_least(self, "num_rates", low=2)
 
 
 CONFIGS = {"smoke": Config(hours=0.02, num_rates=2, num_near=0), "paper": Config()}

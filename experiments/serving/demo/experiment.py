@@ -11,7 +11,6 @@ KV utilisation is the mean of used token places / (used pages * page size) over
 non-empty steps.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -42,7 +41,6 @@ NUM_LINES = 6
 """Lines of each answer and of its prompt."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RaggedConfig):
     """The requests, and the engine that serves them."""
 

@@ -18,14 +18,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import RANDOM_SHAPES, cut_held_out_prompts
-from jaxkv import validation, workloads
+from jaxkv import workloads
 from jaxkv.disaggregation import RoutedAnswer, Service, WorkerSpec
 from jaxkv.files import model_folder
 from jaxkv.models import init_params, load_model, save_model
@@ -56,6 +56,7 @@ from jaxkv.simulation import (
     simulate_placements,
 )
 from jaxkv.text import ByteTokenizer
+from jaxkv.validation import Ascending, ConfigRecord, PositiveInt, Range
 from jaxkv.workloads import Lengths
 from scaling.corpora import VOCAB_SIZE
 from scaling.costs import kv_bytes_per_token, linear_cost
@@ -68,40 +69,37 @@ BATCH_SIZES = (1, 2, 4, 8)
 """Batch sizes of the calibration."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """The requests and the workers."""
 
     model: str = "stdlib-bytes"
     """Model folder, bundled model, or one of `model_shapes.RANDOM_SHAPES`."""
     prompt_tokens: int = 448
-    output_tokens: int = 48
-    shares_served: tuple[float, ...] = (0.3, 0.5, 0.7)
+    output_tokens: Annotated[int, Range(2)] = 48
+    shares_served: Annotated[tuple[float, ...], Ascending(0)] = (0.3, 0.5, 0.7)
     """Request rates, over the highest rate of 2 combined workers."""
-    seconds: float = 20.0
+    seconds: Annotated[float, Range(0, ends="()")] = 20.0
     """Seconds of arrivals at each rate."""
-    max_slots: int = 8
+    max_slots: Annotated[int, Range(2)] = 8
     """Largest number of sequences that a worker runs at once."""
-    page_size: int = 16
+    page_size: PositiveInt = 16
     token_budget: int = 128
     """Token budget of a step of workers that prefill."""
     decode_budget: int = 32
     """Token budget of a step of a decode worker, which prefills less than a page."""
     temperature: float = 1.0
-    repeats: int = 5
+    repeats: PositiveInt = 5
     """Repetitions of each calibration."""
     seed: int = 0
     """Seed of arrivals, prompts and sampling."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "output_tokens", "max_slots", low=2)
-        validation.at_least(self, "repeats", "page_size")
+        super().__post_init__()
         min_budget = max(self.page_size, self.max_slots)
-        validation.at_least(self, "token_budget", "decode_budget", low=min_budget)
-        validation.at_least(self, "prompt_tokens", low=4 * self.page_size)
-        validation.ascending(self, "shares_served", low=0)
-        validation.above(self, "seconds", finite=True)
+        for name in ("token_budget", "decode_budget"):
+            Range(min_budget).check(name, getattr(self, name))
+        Range(4 * self.page_size).check("prompt_tokens", self.prompt_tokens)
 
     @property
     def ask(self) -> Sampling:

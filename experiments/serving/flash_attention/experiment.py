@@ -12,10 +12,9 @@ and has one unit of work per head. It gains from splitting the keys over the cor
 GPU instead.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,42 +22,40 @@ import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import median_seconds
-from jaxkv import validation
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Study, column, to_rows
+from jaxkv.validation import Ascending, ConfigRecord, PositiveInt
 from pallas_kernels import devices
 from pallas_kernels.flash_attention import QUERY_TILE, flash_attention
 from pallas_kernels.paged_attention import PagedKV, RowView, paged_attention
 
+Lengths = Annotated[tuple[int, ...], Ascending(1, minimum=2)]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+
+class Config(ConfigRecord):
     """Shapes to attend over."""
 
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    lengths: Lengths = (256, 512, 1024, 2048, 4096)
     """Sequence lengths in tokens, all of them queries; ascending."""
-    contexts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    contexts: Lengths = (512, 1024, 2048, 4096, 8192)
     """Context lengths in tokens of a single query, ascending."""
-    num_q_heads: int = 8
+    num_q_heads: PositiveInt = 8
     """Query heads."""
-    num_kv_heads: int = 2
+    num_kv_heads: PositiveInt = 2
     """Key and value heads."""
-    head_dim: int = 64
+    head_dim: PositiveInt = 64
     """Elements of a head."""
-    page_size: int = 16
+    page_size: PositiveInt = 16
     """Token places in a page, for the single query."""
-    repeats: int = 7
+    repeats: PositiveInt = 7
     """Timings of each, interleaved."""
     seed: int = 0
     """Seed of queries, keys and values."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.ascending(self, "lengths", "contexts", low=1, minimum=2)
-        validation.at_least(
-            self, "num_q_heads", "num_kv_heads", "head_dim", "page_size", "repeats"
-        )
+        super().__post_init__()
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads!r} must be a multiple of "

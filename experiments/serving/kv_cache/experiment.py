@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import make_benchmark_config, time_call
 from experiments.serving.kv_cache import counting
 from experiments.serving.kv_cache.counting import FLOP_COLUMNS, FlopCounts
-from jaxkv import decoding, validation
+from jaxkv import decoding
 from jaxkv.files import model_folder
 from jaxkv.models import (
     LoadedModel,
@@ -47,6 +47,7 @@ from jaxkv.report import (
     metric_sheets,
     to_rows,
 )
+from jaxkv.validation import Ascending, ConfigRecord, PositiveInt
 from scaling import shapes
 from scaling.shapes import load_shape
 
@@ -57,27 +58,25 @@ CACHE_METHODS = ("without a cache", "with a cache")
 PAGE_SIZE = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+Lengths = Annotated[tuple[int, ...], Ascending(2, minimum=2)]
+
+
+class Config(ConfigRecord):
     """The models and the lengths."""
 
     model: str = "stdlib-bytes"
     """Measured and counted model: a folder or a bundled model."""
-    lengths: tuple[int, ...] = (16, 32, 64, 128, 200, 256, 512, 1024)
+    lengths: Lengths = (16, 32, 64, 128, 200, 256, 512, 1024)
     """Lengths in tokens at which the next token is timed; ascending, from 2."""
     counted: str = "llama-2-7b"
     """Another counted model, by its name in `jaxkv cost`."""
-    counted_lengths: tuple[int, ...] = tuple(2**k for k in range(4, 21))
+    counted_lengths: Annotated[tuple[int, ...], Ascending(1, minimum=2)] = tuple(
+        2**k for k in range(4, 21)
+    )
     """Lengths in tokens at which FLOPs are counted; ascending, from 1."""
-    repeats: int = 20
+    repeats: PositiveInt = 20
     """Texts generated with the cache, and calls at each length without; the fastest
     counts."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.ascending(self, "lengths", low=2, minimum=2)
-        validation.ascending(self, "counted_lengths", low=1, minimum=2)
-        validation.at_least(self, "repeats")
 
 
 CONFIGS = {

@@ -5,18 +5,17 @@ Step times follow a roofline of the data sheet, a lower bound for real GPUs.
 Source of the recordings: Patel et al. 2024 (Splitwise), arXiv:2311.18677.
 """
 
-import dataclasses
 import itertools
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from experiments.harness import find_cost_model
 from experiments.serving.latency_vs_rate.runs import Row
-from jaxkv import scheduling, simulation, validation, workloads
+from jaxkv import scheduling, simulation, workloads
 from jaxkv.plotting import (
     BLUE,
     ORANGE,
@@ -28,6 +27,7 @@ from jaxkv.plotting import (
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, Study, row_sheet
 from jaxkv.simulation import Capacity, SimulationMember, SimulationResult
+from jaxkv.validation import Choices, ConfigRecord, PositiveInts
 from jaxkv.workloads import (
     Recording,
     normalised_latency_s,
@@ -75,23 +75,21 @@ def check_fits(model: str, device: str, num_devices: int) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Recordings, models and devices."""
 
-    traces: tuple[str, ...] = TRACES
+    traces: Annotated[tuple[str, ...], Choices(TRACES, minimum=1)] = TRACES
     """Names of recordings in the folder JAXKV_DATA."""
     models: tuple[str, ...] = ("llama-2-7b", "llama-2-13b")
     """Served models."""
-    num_devices: tuple[int, ...] = (1, 2, 4)
+    num_devices: PositiveInts = (1, 2, 4)
     """Numbers of GPUs."""
     device: str = "a100-80gb"
     """Kind of GPU."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "traces", allowed_values=TRACES, minimum=1)
-        validation.at_least(self, "num_devices")
+        super().__post_init__()
         for name, num in self.cases:
             check_fits(name, self.device, num)
 

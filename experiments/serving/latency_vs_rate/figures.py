@@ -4,18 +4,17 @@ Each system serves the same requests at increasing rates: first at evenly spaced
 of the published axis, then where its latency crosses the bounds of the comparison.
 """
 
-import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from experiments.serving.latency_vs_rate import published, runs, settings
 from experiments.serving.latency_vs_rate.published import axis_end_rows
 from experiments.serving.latency_vs_rate.runs import Row
-from jaxkv import validation
 from jaxkv.plotting import set_labels, system_style
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, Sheet, Study, metric_sheets, row_sheet
+from jaxkv.validation import Choices, ConfigRecord, NonNegativeInt, Range
 from jaxkv.workloads import load_ratio
 
 MAX_RATE_RATIO = 2.0
@@ -23,32 +22,25 @@ MAX_RATE_RATIO = 2.0
 a multiple of the axis."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Panels, duration and rates."""
 
-    panels: tuple[str, ...] = published.OF_THE_PAPER
+    panels: Annotated[tuple[str, ...], Choices(published.PANELS)] = (
+        published.OF_THE_PAPER
+    )
     """Panels of figures 12 and 14 by their names in the paper; "12a (calibrated)" has
     the step times of vLLM servers on H100s instead of published ones."""
-    hours_share: float = 1.0
+    hours_share: Annotated[float, Range(0, 24, "(]")] = 1.0
     """Share of each panel's duration: 1 h of load as published, 0.25 h for OPT-175B and
     Alpaca, whose requests suffice."""
-    num_rates: int = 8
+    num_rates: Annotated[int, Range(2)] = 8
     """Rates of each system, evenly spaced on the published axis."""
-    num_near: int = 4
+    num_near: NonNegativeInt = 4
     """Further rates where latency crosses the bounds."""
-    systems: tuple[str, ...] = settings.SYSTEMS
+    systems: Annotated[tuple[str, ...], Choices(settings.SYSTEMS)] = settings.SYSTEMS
     """Simulated systems."""
     seed: int = 0
     """Seed of lengths and arrivals."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.among(self, "panels", allowed_values=published.PANELS)
-        validation.among(self, "systems", allowed_values=settings.SYSTEMS)
-        validation.within(self, "hours_share", low=0, high=24, ends="(]")
-        validation.at_least(self, "num_rates", low=2)
-        validation.at_least(self, "num_near", low=0)
 
 
 CONFIGS = {

@@ -7,21 +7,27 @@ the same requests. Only the oracle sees the true length of an answer. Each row h
 metric that its policy improves and the metrics that it worsens.
 """
 
-import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from experiments.harness import find_cost_model
 from experiments.serving.latency_vs_rate import azure
-from jaxkv import plotting, scheduling, simulation, validation
+from jaxkv import plotting, scheduling, simulation
 from jaxkv.plotting import BLUE, draw_reference_line, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Study, Texts, column
 from jaxkv.scheduling import NO_DEADLINE, Policy, RequestAttributes
 from jaxkv.simulation import SimulationMember
+from jaxkv.validation import (
+    ConfigRecord,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+)
 from jaxkv.workloads import (
     Workload,
     make_workload,
@@ -41,34 +47,29 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """The recording, the machine, and how attributes are drawn."""
 
     recording: Path | None = None
     """A file of recorded requests; None takes azure_conv of the folder JAXKV_DATA."""
-    rate_factor: float = 0.7
+    rate_factor: Annotated[float, Range(0, ends="()")] = 0.7
     """Times as fast as recorded; at 0.7 queues form and drain on one device."""
-    first_requests: int | None = None
+    first_requests: Annotated[int | None, Range(1)] = None
     """Requests that are served; None means all."""
     model: str = "llama-2-13b"
     """Served model."""
     device: str = "a100-80gb"
     """Device that serves it."""
-    num_devices: int = 1
+    num_devices: PositiveInt = 1
     """Number of devices."""
-    prediction_sigma: float = 0.5
+    prediction_sigma: NonNegativeFloat = 0.5
     """Standard deviation of the logarithm of predicted over true answer lengths."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Of the attributes."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.above(self, "rate_factor", finite=True)
-        validation.at_least(self, "num_devices")
-        validation.at_least(self, "prediction_sigma", "seed", low=0)
-        if self.first_requests is not None:
-            validation.integer("first_requests", self.first_requests, low=1)
+        super().__post_init__()
         azure.check_fits(self.model, self.device, self.num_devices)
 
 

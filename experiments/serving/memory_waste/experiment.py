@@ -6,9 +6,8 @@ and, simulated under the load of section 6.2, the shares of token places that ho
 token, are reserved for later tokens, or are wasted.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from experiments.serving.memory_waste.drawing import (
     USES,
     plot,
 )
-from jaxkv import simulation, validation
+from jaxkv import simulation
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
     Floats,
@@ -44,39 +43,31 @@ from jaxkv.report import (
     to_rows,
 )
 from jaxkv.simulation import Cost, Work
+from jaxkv.validation import ConfigRecord, Entries, PositiveFloats, PositiveInt, Range
 from scaling.costs import find_device, kv_bytes_per_token
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Load and number of simulations."""
 
-    rate: float = 2.0
+    rate: Annotated[float, Range(0, 100, "(]")] = 2.0
     """Requests/s."""
     hours: float = 1.0
     """Hours of simulated load."""
     warm_up_s: float = 0.0
     """Seconds at the start that are discarded; the paper states no warm-up."""
-    num_seeds: int = 6
+    num_seeds: PositiveInt = 6
     """Independent draws of the load."""
-    step_scales: tuple[float, ...] = (1.0, 1.2, 1.31)
+    step_scales: Annotated[PositiveFloats, Entries(1)] = (1.0, 1.2, 1.31)
     """Time of a step over that on a GPU of 80 GB, on which the paged system's memory
     use depends. The last value is the ratio of the bandwidths."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        if not 0 < self.rate <= 100:
-            raise ValueError(
-                f"rate={self.rate!r} must be in (0, 100] requests a second"
-            )
+        super().__post_init__()
         if not 0 <= self.warm_up_s < 3600 * self.hours <= 86_400:
             raise ValueError(
                 f"warm_up_s={self.warm_up_s!r} must lie within hours={self.hours!r}"
-            )
-        validation.at_least(self, "num_seeds")
-        if not self.step_scales or min(self.step_scales) <= 0:
-            raise ValueError(
-                f"step_scales={self.step_scales!r} must be above 0, at least one"
             )
 
 

@@ -6,18 +6,17 @@ checked against float64 and timed alternately. A page that holds a whole sequenc
 no page table lookups, so the remaining overhead is due to the kernel.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import MAX_ERROR, KernelRun, attention_implementations
-from jaxkv import report, validation
+from jaxkv import report
 from jaxkv.plotting import (
     draw_curve,
     draw_reference_line,
@@ -26,6 +25,7 @@ from jaxkv.plotting import (
 )
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Ints, ResultRecord, ResultTable, Study, column
+from jaxkv.validation import AscendingInts, ConfigRecord, PositiveInt, Range
 from pallas_kernels import bench, devices
 from pallas_kernels.bench import (
     AttentionProblem,
@@ -41,32 +41,29 @@ PAPER_PAGE_SIZE = 16
 CONTIGUOUS = ("XLA head-major", "XLA contiguous", "cuDNN contiguous")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Shapes of a decode step."""
 
-    batches: tuple[int, ...] = (8, 32)
+    batches: AscendingInts = (8, 32)
     """Batch sizes."""
-    contexts: tuple[int, ...] = (64, 128, 256)
+    contexts: AscendingInts = (64, 128, 256)
     """Context lengths in tokens with the new token, ascending."""
-    page_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    page_sizes: AscendingInts = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Token places in a page; ascending."""
-    num_q_heads: int = 40
+    num_q_heads: PositiveInt = 40
     """Query heads; OPT-13B, the model of most of the paper's numbers, has 40."""
-    num_kv_heads: int = 40
+    num_kv_heads: PositiveInt = 40
     """Key and value heads."""
-    head_dim: int = 128
+    head_dim: PositiveInt = 128
     """Elements of a head."""
-    repeats: int = 5
+    repeats: PositiveInt = 5
     """Rounds, each of which times every implementation once."""
-    num_calls: int = 3
+    num_calls: Annotated[int, Range(2)] = 3
     """Calls of a round, of which the median counts."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.ascending(self, "batches", "contexts", "page_sizes", low=1)
-        validation.at_least(self, "num_q_heads", "num_kv_heads", "head_dim", "repeats")
-        validation.at_least(self, "num_calls", low=2)
+        super().__post_init__()
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads!r} must be a multiple of "

@@ -5,7 +5,6 @@ memory: the unused places of each sequence's last page. The `attention` study me
 the cost of page table lookups.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,11 +12,12 @@ import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.latency_vs_rate import runs, settings
-from jaxkv import scheduling, simulation, validation
+from jaxkv import scheduling, simulation
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Floats, ResultRecord, ResultTable, Study, Texts, column
 from jaxkv.simulation import SimulationMember
+from jaxkv.validation import AscendingInts, ConfigRecord, NonNegativeInt, PositiveFloat
 
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}
 LOADED: Mapping[str, float] = {"ShareGPT": 1.7, "Alpaca": 25.0}
@@ -29,22 +29,15 @@ BEST: Mapping[str, tuple[int, int]] = {"ShareGPT": (16, 128), "Alpaca": (16, 32)
 CLAIMS = claims_file(__file__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Page sizes and the load."""
 
-    page_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    page_sizes: AscendingInts = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Token places in a page; ascending."""
-    hours: float = 1 / 3
+    hours: PositiveFloat = 1 / 3
     """Hours of simulated load."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of lengths and arrivals."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.ascending(self, "page_sizes", low=1)
-        validation.above(self, "hours")
-        validation.at_least(self, "seed", low=0)
 
 
 CONFIGS = {"paper": Config()}

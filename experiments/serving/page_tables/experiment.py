@@ -7,9 +7,8 @@ values are read from the engine between two steps: tables and counts from its st
 words in physical pages from the cached keys.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import SentenceLanguage
@@ -23,6 +22,7 @@ from experiments.serving.page_tables.frames import (
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ResultRecord, Study, column, field_values
 from jaxkv.sampling import Sampling
+from jaxkv.validation import ConfigRecord, Range
 
 NUM_PAGES = 9
 PAGE_SIZE = 4
@@ -61,17 +61,11 @@ boundary twice, after which all four continue beams 1 and 2, as in the paper's f
 9."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Seed of the sampled words."""
 
-    seed: int = 5
+    seed: Annotated[int, Range(0, 2**64 - 1)] = 5
     """Seed of the parallel samples; with some seeds, both choose the same word."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed={self.seed!r} must be in [0, 2**64)")
 
 
 CONFIGS = {"smoke": Config()}

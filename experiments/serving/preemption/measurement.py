@@ -5,9 +5,8 @@ memory differ. All requests arrive at 0 s. The model's own end token is ignored,
 output lengths are as requested.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from experiments.serving.preemption.serving import (
     PreemptionSettings,
     Servings,
 )
-from jaxkv import plotting, validation
+from jaxkv import plotting
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel
 from jaxkv.plotting import (
@@ -38,6 +37,7 @@ from jaxkv.plotting import (
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, ResultRecord, Study, column, field_values
 from jaxkv.scheduling import Victim
+from jaxkv.validation import PositiveInt, PositiveInts, Range, Shares
 
 SIMULATED_SHARES = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}
 """Recomputed share by watermark as a share of the pool, from this project's simulation
@@ -45,7 +45,6 @@ of ShareGPT's mean lengths: 1,024 requests at 1.9 requests/s, 983 pages, of whic
 and 128 are kept free."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RaggedConfig):
     """The requests, and the memory that serves them."""
 
@@ -57,39 +56,29 @@ class Config(RaggedConfig):
     """Standard deviation of the logarithm of both lengths."""
     max_slots: int = 16
     """Largest number of sequences that run at once."""
-    pool_share: float = 0.4
+    pool_share: Annotated[float, Range(0, 1, "(]")] = 0.4
     """Pages in the pool, as a share of the pages of the `max_slots` longest requests at
     their end."""
-    pool_shares: tuple[float, ...] = (0.5, 0.3, 0.2)
+    pool_shares: Annotated[tuple[float, ...], Range(0, 1, "(]")] = (0.5, 0.3, 0.2)
     """Further pool sizes, as shares."""
-    watermark_shares: tuple[float, ...] = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+    watermark_shares: Shares = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
     """Watermarks: pages kept free at admission, as shares of the pool."""
-    swap_shares: tuple[float, ...] = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    swap_shares: Shares = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
     """Sizes of the swap space in pages, as shares of the pool."""
-    host_share: float = 1 / 8
+    host_share: Annotated[float, Range(0, 1, "(]")] = 1 / 8
     """Pages of the device buffer when host memory is used, as a share of the pool."""
-    host_shares: tuple[float, ...] = (0.0, 1 / 16, 1.0)
+    host_shares: Shares = (0.0, 1 / 16, 1.0)
     """Pages of swap space in host memory, as shares of the pool."""
-    repeats: int = 3
+    repeats: PositiveInt = 3
     """Servings of each timed setting."""
-    move_tokens: int = 512
+    move_tokens: PositiveInt = 512
     """Tokens of the single request that is restored."""
-    page_sizes: tuple[int, ...] = (1, 4, 16, 64)
+    page_sizes: PositiveInts = (1, 4, 16, 64)
     """Page sizes at which it is restored."""
-    move_repeats: int = 30
+    move_repeats: PositiveInt = 30
     """Measurements of the restored request."""
     numerics: Literal["fast", "reproducible"] = "reproducible"
     """Numerics: "reproducible" makes answers independent of preemption."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        super().__post_init__()
-        validation.at_least(self, "repeats", "move_tokens", "move_repeats")
-        validation.at_least(self, "page_sizes")
-        shares = ("pool_share", "host_share", "pool_shares")
-        validation.within(self, *shares, low=0, high=1, ends="(]")
-        shares = ("watermark_shares", "swap_shares", "host_shares")
-        validation.within(self, *shares, low=0, high=1)
 
 
 CONFIGS = {

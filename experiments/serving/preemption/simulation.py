@@ -5,7 +5,6 @@ determine the recomputed share. The cost of swapping depends on the page size, b
 every page needs separate transfers of K and V in every layer.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.latency_vs_rate import runs, settings
-from jaxkv import scheduling, simulation, validation
+from jaxkv import scheduling, simulation
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -30,6 +29,7 @@ from jaxkv.report import (
 )
 from jaxkv.scheduling import Victim
 from jaxkv.simulation import SimulationMember
+from jaxkv.validation import ConfigRecord, NonNegativeInt, PositiveInt
 from jaxkv.workloads import Workload, open_loop
 from scaling.costs import kv_bytes_per_token
 
@@ -57,19 +57,13 @@ NUM_TOKENS = 512
 CLAIMS = claims_file(__file__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """The load."""
 
-    simulated_requests: int = 1024
+    simulated_requests: PositiveInt = 1024
     """Number of requests."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """First seed of lengths and arrivals."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "simulated_requests")
-        validation.at_least(self, "seed", low=0)
 
 
 CONFIGS = {"paper": Config()}

@@ -11,16 +11,14 @@ of distinct pages; a pool that holds them all never evicts. The run takes 10 min
 one core.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.serving.prefix_caching import serving, workloads
 from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction
-from jaxkv import validation
 from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -38,6 +36,7 @@ from jaxkv.report import (
     field_values,
     format_percent,
 )
+from jaxkv.validation import Choices, ConfigRecord, NonNegativeInt, PositiveInt, Range
 
 CLAIMS = claims_file(__file__)
 ORDER_NAMES = {
@@ -48,40 +47,41 @@ ORDER_NAMES = {
 """Orders of service with their labels."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+OpenShares = Annotated[tuple[float, ...], Range(0, 1, "()")]
+
+
+class Config(ConfigRecord):
     """The prompts and the caches."""
 
     trace: str = "traces/mooncake_synthetic.jsonl"
     """A recording in Mooncake's format: a path, or a path below the folder in the
     environment variable JAXKV_DATA; empty for none."""
-    num_users: int = 200
+    num_users: NonNegativeInt = 200
     """Number of conversations; 0 for none."""
-    num_turns: int = 6
+    num_turns: PositiveInt = 6
     """Turns of each conversation."""
-    num_tasks: int = 57
+    num_tasks: NonNegativeInt = 57
     """Number of few-shot tasks; 0 for none."""
-    num_questions: int = 20
+    num_questions: PositiveInt = 20
     """Questions of each task."""
-    shares: tuple[float, ...] = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+    shares: OpenShares = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
     """Pool sizes as shares of the distinct pages. The smallest pool that holds the
     longest prompt and the pool that holds all pages are added."""
-    window: int = 32
+    window: PositiveInt = 32
     """Waiting requests that "cached_first" chooses from."""
-    evictions: tuple[Eviction, ...] = EVICTIONS
+    evictions: Annotated[tuple[Eviction, ...], Choices(EVICTIONS, minimum=1)] = (
+        EVICTIONS
+    )
     """Eviction rules for the order of arrival: least recently used, first in first out,
     random. Other orders use the first rule."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the generated prompts."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "num_users", "num_tasks", "seed", low=0)
-        validation.at_least(self, "num_turns", "num_questions", "window")
+        super().__post_init__()
         if not (self.trace or self.num_users or self.num_tasks):
             raise ValueError("trace, num_users and num_tasks leave no prompts")
-        validation.within(self, "shares", low=0, high=1, ends="()")
-        validation.among(self, "evictions", allowed_values=EVICTIONS, minimum=1)
 
 
 CONFIGS = {

@@ -8,10 +8,9 @@ Lengths follow the printed means of Alpaca (short) and ShareGPT (long), with a b
 token. The model's own end token is ignored.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -31,20 +30,27 @@ from experiments.serving.sharing.requests import (
     PrefixSavings,
     Savings,
 )
-from jaxkv import plotting, report, validation
+from jaxkv import plotting, report
 from jaxkv.engine import EngineConfig
 from jaxkv.plotting import BLUE, GREEN, ORANGE, draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ResultRecord, Study, column
 from jaxkv.sampling import Sampling
+from jaxkv.validation import (
+    Ascending,
+    ConfigRecord,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveInts,
+    Range,
+)
 from jaxkv.workloads import ALPACA, SHAREGPT, Lengths
 
 CLAIMS = claims_file(__file__)
 DATASET_NAMES = {"short": "Alpaca", "long": "ShareGPT"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """The requests and the engine."""
 
     model: str = "stdlib-bytes"
@@ -53,50 +59,46 @@ class Config:
     """Samples per request."""
     widths: tuple[int, ...] = (2, 4, 6)
     """Beams per request."""
-    num_short: int = 48
+    num_short: PositiveInt = 48
     """Requests with Alpaca's lengths."""
-    num_long: int = 16
+    num_long: PositiveInt = 16
     """Requests with ShareGPT's lengths."""
-    length_scale: float = 1.0
+    length_scale: Annotated[float, Range(0, 1, "(]")] = 1.0
     """Factor of the mean lengths."""
-    prefixes: tuple[int, ...] = (80, 341)
+    prefixes: PositiveInts = (80, 341)
     """Tokens of a common prefix: 1 and 5 examples."""
-    num_prefixed: int = 48
+    num_prefixed: PositiveInt = 48
     """Requests with a common prefix."""
-    own_tokens: tuple[int, int] = (16, 64)
+    own_tokens: Annotated[tuple[int, int], Ascending(1, strictly=False)] = (16, 64)
     """Shortest and longest rest of their prompts in tokens, and of their answers."""
-    repeats: int = 5
+    repeats: PositiveInt = 5
     """Servings with the prefix cache, and as many without."""
-    chunk_sizes: tuple[int, ...] = (1, 7, 64)
+    chunk_sizes: PositiveInts = (1, 7, 64)
     """Chunk sizes in tokens for counting prompt tokens."""
     temperature: float = 0.7
     """Sampling temperature."""
     top_p: float = 0.95
     """Nucleus sampling threshold."""
-    max_slots: int = 8
+    max_slots: Annotated[int, Range(NUM_SEQUENCES)] = 8
     """Largest number of sequences that run at once."""
     max_length: int = 1024
     """Longest sequence in tokens."""
-    page_size: int = 16
+    page_size: PositiveInt = 16
     """Token places in a page."""
     numerics: Literal["fast", "reproducible"] = "fast"
     """Numerics: "reproducible" makes answers independent of the batch."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of lengths, prompts and sampling."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "num_short", "num_long", "num_prefixed", "repeats")
-        validation.at_least(self, "page_size", "prefixes", "chunk_sizes")
-        validation.at_least(self, "max_slots", low=NUM_SEQUENCES)
-        validation.within(self, "answers", "widths", low=2, high=self.max_slots)
+        super().__post_init__()
+        for name in ("answers", "widths"):
+            Range(2, self.max_slots).check(name, getattr(self, name))
         if not (self.answers and self.widths):
             raise ValueError(
                 f"answers={self.answers!r} and widths={self.widths!r} must not be empty"
             )
-        validation.ascending(self, "own_tokens", low=1, strictly=False)
-        validation.within(self, "length_scale", low=0, high=1, ends="(]")
-        validation.at_least(self, "seed", low=0)
         longest = max((0, *self.prefixes)) + 2 * self.own_tokens[1]
         if longest > self.max_length:
             raise ValueError(

@@ -11,7 +11,6 @@ translation and reserves contiguous memory for it, with a copy of the prefix tha
 prefills for each request.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from experiments.serving.sharing.measurement import (
     lengths_claims,
 )
 from experiments.serving.sharing.requests import published_share
-from jaxkv import report, scheduling, simulation, validation, workloads
+from jaxkv import report, scheduling, simulation, workloads
 from jaxkv.plotting import draw_curve, draw_reference_line, set_labels, system_style
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -44,6 +43,7 @@ from jaxkv.report import (
     computed_column,
 )
 from jaxkv.simulation import Capacity, Cost, SimulationMember, Work
+from jaxkv.validation import ConfigRecord, NonNegativeInt, PositiveInt, PositiveInts
 from jaxkv.workloads import ALPACA, SHAREGPT, LogNormal, Pair, make_workload, open_loop
 
 SERVER = settings.SERVERS["13B"]
@@ -75,21 +75,15 @@ AT_MOST_S = 0.5
 SYSTEMS = ("Orca (Oracle)", "paged")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Extent of the simulation."""
 
-    num_simulated: int = 512
+    num_simulated: PositiveInt = 512
     """Requests with the paper's lengths in each setting."""
-    prefixes: tuple[int, ...] = (80, 341)
+    prefixes: PositiveInts = (80, 341)
     """Tokens of the common prefix of translations: 1 and 5 examples."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of lengths and arrivals."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "num_simulated", "prefixes")
-        validation.at_least(self, "seed", low=0)
 
 
 CONFIGS = {"paper": Config()}

@@ -7,7 +7,7 @@ answers to held-out files.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ import numpy as np
 
 from experiments.harness import make_benchmark_config, make_engine
 from experiments.training.bundled_model import experiment as bundled_model
-from jaxkv import validation
 from jaxkv.files import model_folder
 from jaxkv.models import LoadedModel, Params, load_model
 from jaxkv.plotting import draw_curve, set_labels
@@ -23,6 +22,7 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Study, Texts, column
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import EagleConfig, HeadsConfig, MedusaConfig, save_heads
+from jaxkv.validation import Choices, ConfigRecord, PositiveInt
 from scaling.corpora import (
     CorpusConfig,
     describe_source,
@@ -43,34 +43,35 @@ Kind = Literal["medusa", "eagle"]
 _TRUNK = bundled_model.CONFIGS["shipped"].trunk
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Heads, their training, and the export folders."""
 
     model: str = "stdlib-bytes"
     """Target model: a folder or a bundled model, of the shape that the recipes name."""
-    kinds: tuple[Kind, ...] = ("medusa", "eagle")
+    kinds: Annotated[tuple[Kind, ...], Choices(("medusa", "eagle"))] = (
+        "medusa",
+        "eagle",
+    )
     """Kinds of heads, trained in this order."""
     medusa: HeadRecipe
     eagle: HeadRecipe
-    num_blocks: int = 2
+    num_blocks: PositiveInt = 2
     """Residual blocks of each Medusa head."""
     taps: tuple[int, ...] = (2, 3, 4)
     """Features that EAGLE reads: inputs of these layers; the number of layers means the
     last hidden state."""
-    num_ranks: int = 8
+    num_ranks: PositiveInt = 8
     """Best drafts of each depth that are scored."""
-    num_answers: int = 256
+    num_answers: PositiveInt = 256
     """Held-out pieces of text that the model continues, half as long as the training
     windows; as many tokens of each answer are scored."""
     export: str = ""
     """Prefix of the export folders in bfloat16, completed by the kind; empty: not
     exported."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "kinds", allowed_values=("medusa", "eagle"))
-        validation.at_least(self, "num_blocks", "num_ranks", "num_answers")
+        super().__post_init__()
         for recipe in (self.medusa, self.eagle):
             if not isinstance(recipe.run.corpus, CorpusConfig):
                 raise ValueError(f"{recipe.run.corpus=} must be text")

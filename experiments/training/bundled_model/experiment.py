@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import files, validation
+from jaxkv import files
 from jaxkv.models import Experts, LatentConfig, ModelConfig, save_model
 from jaxkv.plotting import draw_curve, draw_reference_line, label_log_axis, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ResultRecord, Study, column, computed_column, describe_machine
 from jaxkv.text import ByteTokenizer
+from jaxkv.validation import ConfigRecord, PositiveInt
 from scaling import training
 from scaling.corpora import (
     END_TOKEN,
@@ -44,13 +45,12 @@ from scaling.training import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Training of the trunk and the cooldown, and the export folder."""
 
     trunk: TrainConfig
     """Run at a constant learning rate, `cooldown_steps=0`."""
-    cooldown_steps: int
+    cooldown_steps: PositiveInt
     """Steps of linear decay to 0 after the trunk."""
     cooldown_batch_size: int
     """Windows per step of the cooldown."""
@@ -61,9 +61,9 @@ class Config:
     export: str = ""
     """Folder for the trained model in bfloat16; empty: not exported."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "cooldown_steps")
+        super().__post_init__()
         if self.trunk.cooldown_steps:
             raise ValueError(
                 f"trunk.cooldown_steps={self.trunk.cooldown_steps!r} must be 0"

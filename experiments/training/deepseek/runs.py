@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float
@@ -11,6 +11,7 @@ from jaxtyping import Float
 from jaxkv import validation
 from jaxkv.models import Experts, LatentConfig, ModelConfig
 from jaxkv.progress import Progress
+from jaxkv.validation import AscendingInts, Choices, ConfigRecord, PositiveInt, Range
 from scaling import training
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, Corpus, CorpusConfig
 from scaling.training import (
@@ -38,8 +39,7 @@ DENSE: Kind = "MHA"
 FULL_BLOCK: Kind = "DeepSeek"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockShapes:
+class BlockShapes(ConfigRecord):
     """Shape parameters of the models."""
 
     width: int = 64
@@ -71,6 +71,7 @@ class BlockShapes:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
+        super().__post_init__()
         validation.check_fields(self, num_dense_layers=0)
         if self.num_heads % self.num_groups:
             raise ValueError(
@@ -79,49 +80,42 @@ class BlockShapes:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Models, training text, and served prompts."""
 
     shapes: BlockShapes = BlockShapes()
-    kinds: tuple[Kind, ...] = BLOCK_KINDS
+    kinds: Annotated[tuple[Kind, ...], Choices(BLOCK_KINDS)] = BLOCK_KINDS
     """Trained kinds."""
-    num_seeds: int = 2
+    num_seeds: PositiveInt = 2
     """Runs of each kind, with seeds 0, 1, ..., which also order the text."""
     corpus: CorpusConfig = STANDARD_LIBRARY
-    seq_len: int = 128
-    batch_size: int = 16
+    seq_len: PositiveInt = 128
+    batch_size: PositiveInt = 16
     """Windows per step."""
-    num_steps: int = 300
+    num_steps: Annotated[int, Range(10)] = 300
     learning_rate: float = 2e-2
     """Peak learning rate of all models: the best of 0.005, 0.01, 0.02 and 0.04 for the
     MHA model after 150 steps. The first tenth of the steps is warm-up, the last 3
     tenths decay to zero."""
-    num_windows: int = 1024
+    num_windows: Annotated[int, Range(2)] = 1024
     """Held-out windows that are scored."""
     num_prompts: int = 16
     """Held-out prompts, continued greedily by the models of seed 0."""
-    prompt_tokens: int = 32
-    output_tokens: int = 96
+    prompt_tokens: Annotated[int, Range(2)] = 32
+    output_tokens: PositiveInt = 96
     """Tokens of each answer."""
-    num_drafts: int = 3
+    num_drafts: PositiveInt = 3
     """Drafts per step of the module for multi-token prediction."""
-    batches: tuple[int, ...] = (1,)
+    batches: AscendingInts = (1,)
     """Sequences that are served concurrently."""
-    rounds: int = 7
+    rounds: PositiveInt = 7
     """Rounds in which all served models alternate."""
     folder: str = ""
     """Folder of checkpoints to resume from; empty: not kept."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "kinds", allowed_values=BLOCK_KINDS)
-        names = ("num_seeds", "seq_len", "batch_size", "rounds", "num_drafts")
-        validation.at_least(self, *names, "output_tokens")
-        validation.at_least(self, "prompt_tokens", low=2)
-        validation.at_least(self, "num_steps", low=10)
-        validation.at_least(self, "num_windows", low=2)
-        validation.ascending(self, "batches", low=1)
+        super().__post_init__()
         if self.batches and self.num_prompts % max(self.batches):
             raise ValueError(
                 f"num_prompts={self.num_prompts} must be a multiple of "

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jaxtyping import Array
 
 from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import collective_bytes, median_seconds, predicted_traffic
-from jaxkv import models, report, validation
+from jaxkv import models, report
 from jaxkv.models import Experts, ModelConfig, Params, Routing, run_sequences
 from jaxkv.parallel import dropped_fraction
 from jaxkv.plotting import draw_curve, label_log_axis, set_labels
@@ -41,6 +41,13 @@ from jaxkv.report import (
     column,
     format_percent,
     format_seconds,
+)
+from jaxkv.validation import (
+    Ascending,
+    AscendingFloats,
+    ConfigRecord,
+    PositiveInt,
+    Range,
 )
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, CorpusConfig, open_corpus
 from scaling.costs import parse_layout
@@ -63,8 +70,7 @@ BALANCE_WEIGHTS = {"with": 0.01, "without": 0.0}
 """Weights of the load-balancing loss."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """A mixture of experts, its training, and layouts."""
 
     width: int = 64
@@ -76,26 +82,23 @@ class Config:
     batch_size: int = 16
     """Windows of a step over all devices."""
     seq_len: int = 128
-    num_steps: int = 600
+    num_steps: PositiveInt = 600
     learning_rate: float = 1e-2
     corpus: CorpusConfig = STANDARD_LIBRARY
-    devices: tuple[int, ...] = (2, 4, 8)
+    devices: Annotated[tuple[int, ...], Ascending(2)] = (2, 4, 8)
     """Degrees of tensor and of expert parallelism."""
-    capacities: tuple[float, ...] = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
+    capacities: AscendingFloats = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
     """Capacity factors: places of an expert over the even share, ascending."""
-    sent_capacity: float = 1.25
+    sent_capacity: Annotated[float, Range(0, ends="()")] = 1.25
     """Capacity factor of the layouts whose bytes and times are reported."""
     num_windows: int = 256
     """Held-out windows whose routing is measured."""
-    rounds: int = 7
+    rounds: PositiveInt = 7
     """Timed steps of every layout, interleaved."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "num_steps", "rounds")
-        validation.ascending(self, "devices", low=2)
-        validation.ascending(self, "capacities", low=0)
-        validation.above(self, "sent_capacity", finite=True)
+        super().__post_init__()
         num = max(self.devices)
         for name in ("batch_size", "num_windows"):
             if getattr(self, name) % num:

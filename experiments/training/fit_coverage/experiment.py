@@ -7,9 +7,8 @@ warnings. Ill-posed surfaces (collinear, few, corrupted, or with a negligible te
 floor) should cause a warning, unless all 3 intervals contain the truth.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from jaxkv.plotting import (
 )
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, Sheet, Study, format_percent
+from jaxkv.validation import ConfigRecord, Entries, PositiveInt, Range
 from scaling import fits
 from scaling.laws import CHINCHILLA, ILL_POSED, SOUND, simulate_runs, surface_loss
 
@@ -34,31 +34,19 @@ _MIN_SURFACES = 200
 """Fewest surfaces for a verdict on a share."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Numbers and sizes of the surfaces."""
 
-    sizes: tuple[int, ...] = (32, 240)
+    sizes: Annotated[tuple[int, ...], Range(10), Entries(1)] = (32, 240)
     """Runs on a surface."""
-    num_datasets: int = 400
+    num_datasets: PositiveInt = 400
     """Sound surfaces of each size and kind of noise."""
-    num_ill_posed: int = 60
+    num_ill_posed: PositiveInt = 60
     """Surfaces of each ill-posed kind, of the first size."""
-    num_resamples: int = 400
+    num_resamples: Annotated[int, Range(20)] = 400
     """Resamples of each surface."""
     seed: int = 1000
     """Seed of the first surface; following surfaces have following seeds."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        if not self.sizes or min(self.sizes) < 10:
-            raise ValueError(f"sizes={self.sizes!r} must be numbers of at least 10")
-        if min(self.num_datasets, self.num_ill_posed) < 1 or self.num_resamples < 20:
-            raise ValueError(
-                f"num_datasets={self.num_datasets!r} and "
-                f"num_ill_posed={self.num_ill_posed!r} must be at least 1, "
-                f"num_resamples={self.num_resamples!r} at least 20"
-            )
 
 
 CONFIGS = {

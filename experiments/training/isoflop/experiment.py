@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -25,10 +25,10 @@ from experiments.training.isoflop.outcomes import (
     Result,
     stack_frontiers,
 )
-from jaxkv import validation
 from jaxkv.files import folder_or_temporary, write_atomically
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Study, dumps
+from jaxkv.validation import Entries, Range
 from scaling import sweeps
 from scaling.cli import FitConfig, fit_log, frontier_json, optimum_at
 from scaling.corpora import CorpusConfig
@@ -51,15 +51,14 @@ SMOOTHING = 0.05
 PREDICTION = "prediction.json"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(FamilySweep):
     """Sizes and budgets to fit, and the size of the held-out run."""
 
-    held_out_factor: float = 10.0
+    held_out_factor: Annotated[float, Range(1, ends="(]")] = 10.0
     """Compute of the predicted run over the largest budget."""
-    bootstrap: int = 2000
+    bootstrap: Annotated[int, Range(2)] = 2000
     """Resamples for intervals."""
-    level: float = 0.9
+    level: Annotated[float, Range(0, 1, "()")] = 0.9
     """Probability of the intervals."""
     folder: str = ""
     """Folder of runs to resume a sweep from; empty: not kept."""
@@ -68,11 +67,8 @@ class Config(FamilySweep):
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.above(self, "held_out_factor", low=1)
-        validation.within(self, "level", low=0, high=1, ends="()")
-        validation.at_least(self, "bootstrap", low=2)
-        if len(self.budgets) < 3:
-            raise ValueError(f"budgets={self.budgets!r} must be at least three")
+        super().__post_init__()
+        Entries(3).check("budgets", self.budgets)
         if self.keep_models and not self.folder:
             raise ValueError(f"keep_models={self.keep_models!r} needs a folder")
         _ = self.sweep  # validates the remaining fields

@@ -8,14 +8,13 @@ fitted to the optima.
 Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715, section 3.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import files, validation
+from jaxkv import files
 from jaxkv.plotting import draw_curve, label_log_axis, sequential_colors, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
@@ -29,6 +28,7 @@ from jaxkv.report import (
     computed_column,
     format_named,
 )
+from jaxkv.validation import ConfigRecord, Entries, Range
 from scaling.corpora import STANDARD_LIBRARY, CorpusConfig
 from scaling.sweeps import (
     BASE_WIDTH,
@@ -41,16 +41,20 @@ from scaling.sweeps import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Widths, tokens and learning rates."""
 
-    widths: tuple[int, ...]
-    num_tokens: tuple[int, ...]
+    widths: Annotated[tuple[int, ...], Entries(2)]
+    num_tokens: Annotated[tuple[int, ...], Entries(2)]
     """Trained tokens; each width is trained on each."""
     num_layers: int = 2
     corpus: CorpusConfig = STANDARD_LIBRARY
-    learning_rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+    learning_rates: Annotated[tuple[float, ...], Entries(2)] = (
+        1.5e-3,
+        3e-3,
+        6e-3,
+        1.2e-2,
+    )
     """Learning rates of width 32; other widths scale them by 32 / width, and add rates
     beyond the best one if it is at the end of the grid."""
     max_extensions: int = 3
@@ -59,23 +63,14 @@ class Config:
     warmup_steps: int = 50
     num_eval_windows: int = 1024
     seed: int = 0
-    level: float = 0.9
+    level: Annotated[float, Range(0, 1, "()")] = 0.9
     """Probability of the intervals."""
     folder: str = ""
     """Folder of runs to resume a sweep from; empty: not kept."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        if len(self.widths) < 2 or len(self.num_tokens) < 2:
-            raise ValueError(
-                f"widths={self.widths!r}, num_tokens={self.num_tokens!r} must be at "
-                "least two"
-            )
-        if len(self.learning_rates) < 2:
-            raise ValueError(
-                f"learning_rates={self.learning_rates!r} must be at least two"
-            )
-        validation.within(self, "level", low=0, high=1, ends="()")
+        super().__post_init__()
         _ = self.sweep  # validates the remaining fields
 
     @property

@@ -5,42 +5,39 @@ error sigma^2 / n, so that `ln error = -ln n + 2 ln sigma`. The error is simulat
 both the law and a free power law are fitted to it.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import validation
 from jaxkv.plotting import draw_curve, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ResultRecord, Study, column
+from jaxkv.validation import ConfigRecord, Range
 from scaling import fits
 from scaling.laws import find_law
 
 SIGMA = 2.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigRecord):
     """Numbers of samples and of means."""
 
-    num_sizes: int = 40
+    num_sizes: Annotated[int, Range(3)] = 40
     """Numbers of samples, evenly spaced in logarithm."""
     max_samples: int = 4096
     """Largest number of samples; the smallest is 4."""
-    num_means: int = 2000
+    num_means: Annotated[int, Range(2)] = 2000
     """Means of each number of samples, over which squared errors are averaged."""
-    num_resamples: int = 1000
+    num_resamples: Annotated[int, Range(2)] = 1000
     """Resamples for intervals."""
     seed: int = 0
     """Seed of the samples."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "num_sizes", low=3)
-        validation.at_least(self, "num_means", "num_resamples", low=2)
+        super().__post_init__()
         if self.max_samples < 8 * self.num_sizes:
             raise ValueError(
                 f"max_samples={self.max_samples!r} must be at least 8 times "
