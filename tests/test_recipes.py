@@ -508,30 +508,27 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, Study, column
-from jaxkv.validation import ConfigRecord, PositiveInt
+from experiments import lab
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Sample size."""
 
-    num: PositiveInt = 1000
+    num: lab.PositiveInt = 1000
     """Number of throws."""
 
 
 CONFIGS = {"smoke": Config()}
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Throws and their mean."""
 
-    faces: np.ndarray = column("of each throw")
-    mean: float = column("over all throws")
+    faces: np.ndarray = lab.column("of each throw")
+    mean: float = lab.column("over all throws")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     faces = np.random.default_rng(0).integers(1, 7, config.num)
     return Result(faces, float(faces.mean()))
 
@@ -540,12 +537,12 @@ def plot(ax, result: Result) -> None:
     ax.hist(result.faces)
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
-    yield measured("mean", result.mean)
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
+    yield lab.measured("mean", result.mean)
 
 
-STUDY = Study(CONFIGS, Result, run, plot, claims)
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims)
 '''
 CLAIMS = """
 [mean]

@@ -32,6 +32,8 @@ from jaxtyping import Bool, Float, Int
 from jaxkv.report import parts, plain_json, units
 
 type Form = str | Callable[[Any], str]
+type Row = dict[str, Any]
+"""A row of a result: numbers and texts by name."""
 
 Floats = Float[np.ndarray, " rows"]
 Ints = Int[np.ndarray, " rows"]

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import lab
 from experiments.bench import peer_process
 from experiments.bench.decode import parts, tables
 from experiments.bench.decode.jaxkv_engine import JaxkvEngine, TurnTiming
@@ -37,15 +38,6 @@ from experiments.harness import (
 )
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel, save_model
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Study
-from jaxkv.validation import (
-    ConfigRecord,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Sizes,
-)
 from pallas_kernels import devices
 from pallas_kernels.bench import Ceilings, measure_ceilings
 from scaling.costs import kv_bytes_per_token
@@ -60,39 +52,39 @@ MAX_PREFILL_TOKENS = 1024
 """Largest number of prompt tokens in a batch for which `READS` tokens are compared."""
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Model and workload, and the peers."""
 
     model: str = "random-135m"
     """A folder, a bundled model, or a shape with random weights: random-135m
     (SmolLM2-135M), random-8b (Llama-3-8B) or random-tiny."""
-    batch: Sizes = (1, 8, 32)
+    batch: lab.Sizes = (1, 8, 32)
     """Batch sizes; each gives separate rows."""
-    contexts: Sizes = (128, 768, 2048)
+    contexts: lab.Sizes = (128, 768, 2048)
     """Context lengths in tokens at the start of decoding; each gives separate rows."""
-    prompt_tokens: NonNegativeInt = 0
+    prompt_tokens: lab.NonNegativeInt = 0
     """A single context length that replaces `contexts`; 0 uses `contexts`."""
-    prefill_tokens: NonNegativeInt = 4096
+    prefill_tokens: lab.NonNegativeInt = 4096
     """Largest number of prompt tokens in a batch for which prefill is timed."""
     output_tokens: int = 128
     """Tokens that every sequence decodes in a turn, more than those of one call."""
-    turn_s: PositiveFloat = 2.0
+    turn_s: lab.PositiveFloat = 2.0
     """Time limit of decoding in a turn, in s; at least one call runs."""
     parts: bool = True
     """Also measure the parts of a decode step, without speculation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and pages of jaxkv; peers compute in float32."""
-    page_size: PositiveInt = 16
+    page_size: lab.PositiveInt = 16
     """Tokens per page."""
     token_budget: int = 512
     """Largest number of rows in a prefill step."""
     speculate: Literal["ngram", "jacobi", "early-exit"] | None = None
     """Speculative method of jaxkv; the tokens are the same."""
-    drafts: PositiveInt = 3
+    drafts: lab.PositiveInt = 3
     """Draft tokens per step with speculation."""
-    steps_per_call: PositiveInt = 16
+    steps_per_call: lab.PositiveInt = 16
     """Steps per call to the device."""
-    rounds: PositiveInt = 3
+    rounds: lab.PositiveInt = 3
     """Turns of every engine."""
     peer_python: Path | None = None
     """Python interpreter with transformers, or llama_cpp and gguf, or all of them;
@@ -168,7 +160,7 @@ class PeerEngine(peer_process.PeerProcess):
         return TurnTiming(**self.ask(question | {"turn_s": turn_s, "reads": reads}))
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[lab.Row]:
     """Measures every case with every engine; a stopped run has complete cases only."""
     model = load_benchmark_model(config.model, config.dtype)
     length = max(_length(config, context) for _, context in config.cases)
@@ -178,7 +170,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
             f"{config.output_tokens=}, with those of a call, must be at most "
             f"{model.config.max_positions=}"
         )
-    rows: list[dict[str, Any]] = []
+    rows: list[lab.Row] = []
     fixed: dict[int, parts.StepParts] = {}
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
@@ -310,7 +302,7 @@ def _rows(
     case: tuple[int, int],
     engines: list[Any],
     timings: dict[str, list[TurnTiming]],
-) -> list[dict[str, Any]]:
+) -> list[lab.Row]:
     """Returns one row per engine, medians over the turns; jaxkv is the first."""
     batch, context = case
     answers = timings[JaxkvEngine.name][-1].tokens
@@ -319,7 +311,7 @@ def _rows(
         x: [batch * context / t.prefill_s for t in timings[x] if t.prefill_s]
         for x in timings
     }
-    rows: list[dict[str, Any]] = []
+    rows: list[lab.Row] = []
     for engine in engines:
         name = engine.name
         taken = timings[engine.name]
@@ -367,7 +359,7 @@ def _ratio(key: str, rates: dict[str, list[float]], name: str) -> dict[str, Any]
     }
 
 
-STUDY = Study(
+STUDY = lab.Study(
     CONFIGS,
     list,
     run,

@@ -7,63 +7,55 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv import plotting
-from jaxkv.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    SKY,
-    draw_curve,
-    draw_reference_line,
-    system_style,
-)
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    format_percent,
-    format_rate,
-)
+from experiments import lab
 
 KEY_COLUMNS = ("implementation", "batch", "prompt_tokens")
 RATIO_COLUMNS = {"decode": "ratio", "prefill": "prefill_ratio"}
 """Keys of the ratios to the best peer, by phase."""
 TIMELINE_PARTS = {
-    "products_s": ("products, norms, KV writes", SKY),
-    "attention_s": ("attention", ORANGE),
-    "sampling_s": ("scheduling, sampling", GREEN),
+    "products_s": ("products, norms, KV writes", lab.SKY),
+    "attention_s": ("attention", lab.ORANGE),
+    "sampling_s": ("scheduling, sampling", lab.GREEN),
 }
 
 
-class DecodeRates(ResultTable):
+class DecodeRates(lab.ResultTable):
     """Columns of the report; each is a key of the rows."""
 
-    implementation: Texts = column("name of the engine", heading="engine")
-    batch: Ints = column("sequences in the batch", heading="sequences", form="{:,}")
-    prompt_tokens: Ints = column("context length", heading="context", form="{:,}")
-    decode_tokens_per_s: Floats = column("median rate", heading="decode tokens/s")
-    prefill_tokens_per_s: np.ndarray = column("median rate", heading="prefill tokens/s")
-    step_s: Floats = column("time of a step with a token per sequence")
-    occupancy: np.ndarray = column("share of slots that decoded")
-    first_token_s: np.ndarray = column(
+    implementation: lab.Texts = lab.column("name of the engine", heading="engine")
+    batch: lab.Ints = lab.column(
+        "sequences in the batch", heading="sequences", form="{:,}"
+    )
+    prompt_tokens: lab.Ints = lab.column(
+        "context length", heading="context", form="{:,}"
+    )
+    decode_tokens_per_s: lab.Floats = lab.column(
+        "median rate", heading="decode tokens/s"
+    )
+    prefill_tokens_per_s: np.ndarray = lab.column(
+        "median rate", heading="prefill tokens/s"
+    )
+    step_s: lab.Floats = lab.column("time of a step with a token per sequence")
+    occupancy: np.ndarray = lab.column("share of slots that decoded")
+    first_token_s: np.ndarray = lab.column(
         "time until every sequence has a token", heading="first token"
     )
-    fraction: np.ndarray = column("floor / step time", heading="of the memory floor")
-    host_share: np.ndarray = column("share of time waiting for the host, or None")
-    compile_s: Floats = column("compile time", heading="compiling")
-    peak_bytes: Ints = column("peak of the process or device", heading="peak memory")
-    version: Texts = column("versions of the libraries")
-    spread: Floats = column(
+    fraction: np.ndarray = lab.column(
+        "floor / step time", heading="of the memory floor"
+    )
+    host_share: np.ndarray = lab.column("share of time waiting for the host, or None")
+    compile_s: lab.Floats = lab.column("compile time", heading="compiling")
+    peak_bytes: lab.Ints = lab.column(
+        "peak of the process or device", heading="peak memory"
+    )
+    version: lab.Texts = lab.column("versions of the libraries")
+    spread: lab.Floats = lab.column(
         "range of the rates / median",
         heading="decode spread",
-        form=format_percent,
+        form=lab.format_percent,
     )
-    same_answers: Floats = column(
-        "share of answers equal to those of jaxkv", form=format_percent
+    same_answers: lab.Floats = lab.column(
+        "share of answers equal to those of jaxkv", form=lab.format_percent
     )
 
 
@@ -73,12 +65,12 @@ REPORTED += ("compile_s", "peak_bytes")
 LACKING = ("occupancy", "first_token_s", "fraction")
 
 
-def fill_missing(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def fill_missing(result: list[lab.Row]) -> list[lab.Row]:
     """Returns the rows, with None for missing columns."""
     return [dict.fromkeys(LACKING) | row for row in result]
 
 
-def plot(axes: Any, result: list[dict[str, Any]]) -> None:
+def plot(axes: Any, result: list[lab.Row]) -> None:
     """Draws tokens per second, ratios with their range, and the parts of a step."""
     decode, prefill, ratios, spent = axes
     names = list(dict.fromkeys(x["implementation"] for x in result))
@@ -105,9 +97,7 @@ def _label(row: dict[str, Any]) -> str:
     return f"{row['batch']:,}\n{row['prompt_tokens']:,}"
 
 
-def _draw_rates(
-    ax: Any, kind: str, result: list[dict[str, Any]], names: list[str]
-) -> None:
+def _draw_rates(ax: Any, kind: str, result: list[lab.Row], names: list[str]) -> None:
     rows = [x for x in result if x[f"{kind}_tokens_per_s"] is not None]
     cases = list(dict.fromkeys(map(_label, rows)))
     width = 0.84 / max(1, len(names))
@@ -115,9 +105,9 @@ def _draw_rates(
         selected = [x for x in rows if x["implementation"] == name]
         places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in selected]
         rates = [x[f"{kind}_tokens_per_s"] for x in selected]
-        look = {"label": name} | system_style(name).bar
+        look = {"label": name} | lab.system_style(name).bar
         bars = ax.bar(places, rates, 0.94 * width, **look)
-        ax.bar_label(bars, [*map(format_rate, rates)], padding=2, rotation=90)
+        ax.bar_label(bars, [*map(lab.format_rate, rates)], padding=2, rotation=90)
     ax.margins(y=0.22)
     ax.set(title=f"Rates of {kind}", ylabel=f"{kind} [tokens/s]")
     _name_cases(ax, cases)
@@ -131,35 +121,35 @@ def _name_cases(ax: Any, cases: list[str]) -> None:
     ax.tick_params(axis="x", length=0)
 
 
-def _draw_ratios(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
+def _draw_ratios(ax: Any, jaxkv_rows: list[lab.Row]) -> None:
     cases = [_label(x) for x in jaxkv_rows]
     faster = []
-    looks = zip(RATIO_COLUMNS.items(), ((BLUE, "o"), (SKY, "s")), strict=True)
+    looks = zip(RATIO_COLUMNS.items(), ((lab.BLUE, "o"), (lab.SKY, "s")), strict=True)
     for (kind, key), (color, marker) in looks:
         indexed_rows = [(i, x) for i, x in enumerate(jaxkv_rows) if x[key] is not None]
         values = [x[key] for _, x in indexed_rows]
         ends = [x.get(f"{key}_range") or [x[key]] * 2 for _, x in indexed_rows]
         place = [i + (0.12 if kind == "prefill" else -0.12) for i, _ in indexed_rows]
         look = {"marker": marker, "linestyle": "", "markersize": 6}
-        draw_curve(ax, place, values, color, kind, **look)
+        lab.draw_curve(ax, place, values, color, kind, **look)
         for x, (low, high) in zip(place, ends, strict=True):
-            ax.vlines(x, low, high, color=plotting.colors()[color])
+            ax.vlines(x, low, high, color=lab.colors()[color])
         num = sum(x > 1 for x in values)
         faster.append(f"{kind} in {num} of {len(values)} cases")
-    draw_reference_line(ax, 1, "equally fast")
+    lab.draw_reference_line(ax, 1, "equally fast")
     title = f"jaxkv is faster than the best peer: {', '.join(faster)}"
     ax.set(title=title, ylabel="rate / best peer's [ratio]")
     _name_cases(ax, cases)
     ax.legend()
 
 
-def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
+def _draw_parts(ax: Any, jaxkv_rows: list[lab.Row]) -> None:
     bottom = np.zeros(len(jaxkv_rows))
     for hatch, (key, (name, color)) in zip(
         ("", "//", ".."), TIMELINE_PARTS.items(), strict=True
     ):
         shares = [100 * max(0.0, x[key]) / x["step_s"] for x in jaxkv_rows]
-        look = {"color": plotting.colors()[color], "hatch": hatch, "edgecolor": "white"}
+        look = {"color": lab.colors()[color], "hatch": hatch, "edgecolor": "white"}
         ax.bar(range(len(jaxkv_rows)), shares, 0.7, bottom, label=name, **look)
         bottom += shares
     title = "Parts of a decode step"
@@ -172,14 +162,14 @@ def _draw_parts(ax: Any, jaxkv_rows: list[dict[str, Any]]) -> None:
     _name_cases(ax, [_label(x) for x in jaxkv_rows])
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     """Tabulates the rates of all engines, and details of jaxkv."""
     if not result:
         return []
     rate_table = DecodeRates.of(fill_missing(result))
     note = "Host share: share of time in which the device waits between two calls."
     jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
-    parts: list[ReportPart] = [
+    parts: list[lab.ReportPart] = [
         rate_table.where(implementation="jaxkv").sheet("jaxkv", *REPORTED, note=note)
     ]
     if part_rows := [x for x in jaxkv_rows if "products_s" in x]:
@@ -188,7 +178,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
                 f"{x['batch']:,}",
                 f"{x['prompt_tokens']:,}",
                 f"{1e3 * x['step_s']:.1f}",
-                *(format_percent(x[key] / x["step_s"]) for key in TIMELINE_PARTS),
+                *(lab.format_percent(x[key] / x["step_s"]) for key in TIMELINE_PARTS),
             ]
             for x in part_rows
         ]
@@ -198,7 +188,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
             "step, ms",
             *(x for x, _ in TIMELINE_PARTS.values()),
         ]
-        parts.append(Sheet("parts of a decode step", heads, lines))
+        parts.append(lab.Sheet("parts of a decode step", heads, lines))
     names = rate_table.distinct("implementation")
     if not names[1:]:
         return parts
@@ -210,7 +200,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
             if selected[key] is None:
                 continue
             rates = [
-                format_rate(x[f"{kind}_tokens_per_s"])
+                lab.format_rate(x[f"{kind}_tokens_per_s"])
                 for x in result
                 if (x["batch"], x["prompt_tokens"]) == case
             ]
@@ -218,7 +208,7 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
             span = "" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
             sizes = [f"{x:,}" for x in case]
             lines.append([*sizes, *rates, f"{selected[key]:.2f}", span])
-        parts.append(Sheet(f"{kind}, tokens per second", heads, lines))
+        parts.append(lab.Sheet(f"{kind}, tokens per second", heads, lines))
     absent = result[0]["absent"]
     shown = (*KEY_COLUMNS, "version", "spread", "same_answers")
     note = f"Not timed: {absent}." if absent else ""

@@ -19,21 +19,9 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy import optimize
 
+from experiments import lab
 from experiments.bench.tables import draw_bars, split_details
 from experiments.harness import time_call, without_compilation_cache
-from jaxkv.plotting import set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultTable,
-    Study,
-    Texts,
-    column,
-    format_seconds,
-)
-from jaxkv.validation import ConfigRecord, Range
 from scaling import fits, laws
 from scaling.fits import (
     FitProblem,
@@ -51,10 +39,10 @@ DELTA = 1e-3
 """Residual at which the Huber loss changes from quadratic to linear."""
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Data and number of fits."""
 
-    num_points: Annotated[int, Range(16)] = 240
+    num_points: Annotated[int, lab.Range(16)] = 240
     """Runs on the simulated surface, at least 16."""
     num_resamples: int = 4000
     """Resamples that every method fits."""
@@ -75,18 +63,22 @@ class Config(ConfigRecord):
             )
 
 
-class FitTimes(ResultTable):
+class FitTimes(lab.ResultTable):
     """Rows of the result, values in this order."""
 
-    method: Texts = column("name of the method")
-    seconds: Floats = column(
-        "time of all resamples", heading="time", form=format_seconds
+    method: lab.Texts = lab.column("name of the method")
+    seconds: lab.Floats = lab.column(
+        "time of all resamples", heading="time", form=lab.format_seconds
     )
-    worst_excess: Floats = column("largest excess of a resample", form="{:.1e}")
-    ratio: Floats = column("time / jaxkv's", heading="over jaxkv", form="{:.1f}x")
-    resamples: Ints = column("number of resamples")
-    points: Ints = column("runs per resample")
-    above: Ints = column("excesses above 1e-9", heading="above 1e-9", form="{:,}")
+    worst_excess: lab.Floats = lab.column("largest excess of a resample", form="{:.1e}")
+    ratio: lab.Floats = lab.column(
+        "time / jaxkv's", heading="over jaxkv", form="{:.1f}x"
+    )
+    resamples: lab.Ints = lab.column("number of resamples")
+    points: lab.Ints = lab.column("runs per resample")
+    above: lab.Ints = lab.column(
+        "excesses above 1e-9", heading="above 1e-9", form="{:,}"
+    )
 
 
 REPORTED = ("method", "seconds", "ratio", "worst_excess", "above")
@@ -148,7 +140,7 @@ def value_and_gradient(x: np.ndarray, runs: LossRuns) -> tuple[float, np.ndarray
     return float(np.sum(clipped * (error - 0.5 * clipped))), gradient
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[lab.Row]:
     """Times all methods on the same pieces; a stopped run has complete pieces."""
     data = simulate_isoflop_runs(config.num_points)
     law = CHINCHILLA
@@ -207,7 +199,7 @@ def _rows(
     ends: dict[str, np.ndarray],
     seconds: dict[str, float],
     first_s: float,
-) -> list[dict[str, Any]]:
+) -> list[lab.Row]:
     num = len(ends[JAXKV])
     samples = [runs.resample(row) for row in draws[:num]]
     objectives = {
@@ -232,23 +224,23 @@ def _rows(
     return rows
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: Any, result: list[lab.Row]) -> None:
     """Draws the time of every method."""
     taken = [row["seconds"] for row in result]
     labels = [
-        f"{format_seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result
+        f"{lab.format_seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result
     ]
-    labels[:1] = [format_seconds(x["seconds"]) for x in result[:1]]
+    labels[:1] = [lab.format_seconds(x["seconds"]) for x in result[:1]]
     draw_bars(ax, [row["method"] for row in result], taken, labels)
     title = "Time of all resamples"
     peers = [x["ratio"] for x in result[2:]]
     if peers:
         title = f"{result[0]['resamples']:,} fits: SciPy takes {min(peers):,.0f} to "
         title += f"{max(peers):,.0f} times as long as jaxkv"
-    set_labels(ax, title, "time for all resamples [s]", "")
+    lab.set_labels(ax, title, "time for all resamples [s]", "")
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     """Tabulates times and excesses."""
     if not result:
         return []
@@ -269,7 +261,7 @@ def _logged(coefficients: np.ndarray) -> np.ndarray:
     return np.concatenate([np.log(coefficients[:, :3]), coefficients[:, 3:]], 1)
 
 
-STUDY = Study(
+STUDY = lab.Study(
     CONFIGS,
     list,
     run,

@@ -15,17 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from experiments import lab
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import SimpleRequest
 from experiments.bench.tables import draw_bars
 from experiments.harness import draw_lengths
 from jaxkv import clock, scheduling, simulation
-from jaxkv.plotting import set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, Sheet, Study, format_seconds
 from jaxkv.simulation import Capacity, Cost, ProgramSizes, SimulationMember, part_size
 from jaxkv.simulation import MemberBatch as Runner
-from jaxkv.validation import ConfigRecord, PositiveInt
 from jaxkv.workloads import SHAREGPT, Workload, make_workload
 from scaling.costs import LinearCost, figure_12_cost
 
@@ -47,24 +44,24 @@ NUM_PAGES = 15_728 // PAGE_SIZE
 Source: Kwon et al. 2023, arXiv:2309.06180, table 1."""
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Workload and repetitions."""
 
     num_runs: int = 64
     """Mapped runs, at rates from `min_rate` to `max_rate`."""
-    num_steps: PositiveInt = 4000
+    num_steps: lab.PositiveInt = 4000
     """Steps of each run, from an idle machine."""
     min_rate: float = 0.5
     """Lowest rate in requests/s."""
     max_rate: float = 2.2
     """Highest rate in requests/s; the machine serves about 2."""
-    max_slots: PositiveInt = 64
+    max_slots: lab.PositiveInt = 64
     """Sequences that run concurrently."""
-    head: PositiveInt = 16
+    head: lab.PositiveInt = 16
     """Waiting requests visible to the policy."""
     num_python: int = 8
     """Runs in plain Python, spread over the rates."""
-    rounds: PositiveInt = 3
+    rounds: lab.PositiveInt = 3
     """Turns of every system."""
     seed: int = 0
     """Seed of the requests."""
@@ -89,7 +86,7 @@ CONFIGS = {
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[lab.Row]:
     """Times all systems, round after round; a stopped run has complete rounds."""
     all_members = make_members(config)
     rows = []
@@ -226,7 +223,7 @@ def to_price(cost: Cost) -> plain_scheduler.Price:
     return seconds
 
 
-def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
+def metrics(result: list[lab.Row]) -> dict[str, Any]:
     """Returns medians over the rounds, and their ratios."""
     if not result:
         return dict.fromkeys(SPEED_KEYS)
@@ -236,7 +233,7 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     return medians | {"ratio": statistics.median(ratios), "rounds": len(result)}
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     """Tabulates the rates."""
     if not result:
         return []
@@ -250,13 +247,13 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
         lines.append(cells)
     note = (
         f"Medians of {numbers['rounds']} rounds, without compilation and first calls "
-        f"({format_seconds(numbers['first_calls_s'])})."
+        f"({lab.format_seconds(numbers['first_calls_s'])})."
     )
     heads = ["", "steps/s", "over Python", "steps/s of processor", "over Python"]
-    return [Sheet("steps of a scheduler in a second", heads, lines, note)]
+    return [lab.Sheet("steps of a scheduler in a second", heads, lines, note)]
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: Any, result: list[lab.Row]) -> None:
     """Draws the rates of one run, of mapped runs, and of plain Python."""
     numbers = metrics(result)
     values = [(numbers[name] or 0.0) / 1000 for name in SPEED_KEYS]
@@ -266,9 +263,9 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
     if values[2]:
         title = f"Mapped runs simulate {values[1] / values[2]:.1f} times as many steps "
         title += "a second as plain Python"
-    set_labels(ax, title, "simulated [thousand steps/s]", "")
+    lab.set_labels(ax, title, "simulated [thousand steps/s]", "")
 
 
-STUDY = Study(
+STUDY = lab.Study(
     CONFIGS, list, run, plot, summary=summary, metrics=metrics, size_inches=(6.8, 2.8)
 )

@@ -15,23 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from jaxkv import models
 from jaxkv.models import ModelConfig, param_shapes
-from jaxkv.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-)
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, Sheet, Study
-from jaxkv.validation import Choices, ConfigRecord, PositiveInt, Range
 from scaling.costs import (
     count_parameters,
     list_residuals,
@@ -62,18 +48,18 @@ _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Size of the models; small enough for one attention tile."""
 
     hidden_size: int = 256
     """A multiple of 32: eight heads of even size."""
-    num_layers: PositiveInt = 2
+    num_layers: lab.PositiveInt = 2
     """Layers, unrolled."""
-    batch: Annotated[int, Range(2)] = 4
+    batch: Annotated[int, lab.Range(2)] = 4
     """Sequences."""
-    sequence: Annotated[int, Range(1, 128)] = 128
+    sequence: Annotated[int, lab.Range(1, 128)] = 128
     """Tokens; at most one tile, because XLA counts a loop body once."""
-    families: Annotated[tuple[str, ...], Choices(_FAMILY_SETTINGS)] = (
+    families: Annotated[tuple[str, ...], lab.Choices(_FAMILY_SETTINGS)] = (
         *_FAMILY_SETTINGS,
     )
     """Model families."""
@@ -93,7 +79,7 @@ CONFIGS = {
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[lab.Row]:
     """Counts every model; a run that is stopped early has the completed ones."""
     families = progress.track(config.families, "models", "models")
     return [_row(config, family) for family in families]
@@ -157,18 +143,20 @@ def _count_vjp_bytes(model: ModelConfig, sequence: int, batch: int) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
-@claims_file(__file__).judge
-def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: list[lab.Row]) -> Iterator[lab.MeasuredValue]:
     """Compares the formulas with the counts."""
     for row in result:
-        yield measured("parameters", row["params"], published=row["params_jax"], **row)
+        yield lab.measured(
+            "parameters", row["params"], published=row["params_jax"], **row
+        )
         for phase in ("forward", "training"):
             name = f"{phase}_flops"
             counted = row[f"{name}_xla"]
-            yield measured(
+            yield lab.measured(
                 "operations", row[name], published=counted, phase=phase, **row
             )
-        yield measured(
+        yield lab.measured(
             "kept", row["kept_bytes"], published=row["kept_bytes_vjp"], **row
         )
 
@@ -188,7 +176,7 @@ def formula_over_count(row: dict[str, Any], quantity: str) -> float:
     return row[formula] / row[count]
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     """Tabulates formulas and counts."""
     rows = [
         (
@@ -207,17 +195,17 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
         "Forward, training, kept: ratio of formula to count. Temporary bytes: XLA's "
         "plan for the compiled gradient."
     )
-    return [Sheet("formula and count", (*heads, "temporary bytes"), rows, note)]
+    return [lab.Sheet("formula and count", (*heads, "temporary bytes"), rows, note)]
 
 
 MARKER_STYLES = (
-    *((BLUE, "o"), (SKY, "s"), (GREEN, "^")),
-    *((ORANGE, "D"), (RED, "v"), (PURPLE, "P")),
+    *((lab.BLUE, "o"), (lab.SKY, "s"), (lab.GREEN, "^")),
+    *((lab.ORANGE, "D"), (lab.RED, "v"), (lab.PURPLE, "P")),
 )
 """Colour and marker of the families, in order."""
 
 
-def plot(ax: Any, result: list[dict[str, Any]]) -> None:
+def plot(ax: Any, result: list[lab.Row]) -> None:
     """Draws the ratio of formula to count."""
     places = np.arange(len(COUNT_PAIRS))
     off = [0.0]
@@ -227,13 +215,13 @@ def plot(ax: Any, result: list[dict[str, Any]]) -> None:
         shift = (i - (len(result) - 1) / 2) * 0.14
         ratios = [100 * formula_over_count(row, name) for name in COUNT_PAIRS]
         look = {"marker": marker, "linestyle": "", "markersize": 7}
-        draw_curve(ax, places + shift, ratios, color, row["family"], **look)
+        lab.draw_curve(ax, places + shift, ratios, color, row["family"], **look)
         off += [abs(x - 100) for x in ratios]
     ax.axhspan(98, 102, color="0.93", zorder=0)
-    draw_reference_line(ax, 100, "equal")
+    lab.draw_reference_line(ax, 100, "equal")
     ax.set_xticks(places, [COUNT_NAMES.get(name, name) for name in COUNT_PAIRS])
     title = f"The formulas are within {max(off):.1f} % of the counts of XLA"
-    set_labels(ax, title, "", "formula / count [%]", ylim=(96, 104))
+    lab.set_labels(ax, title, "", "formula / count [%]", ylim=(96, 104))
     ax.legend()
 
 
@@ -245,4 +233,4 @@ COUNT_NAMES = {
 """Labels of the quantities in the figure, if they differ from the keys."""
 
 
-STUDY = Study(CONFIGS, list, run, plot, claims, summary, size_inches=(6.8, 3.2))
+STUDY = lab.Study(CONFIGS, list, run, plot, claims, summary, size_inches=(6.8, 3.2))

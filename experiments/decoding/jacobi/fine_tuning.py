@@ -17,27 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import lab
 from experiments.decoding.jacobi import blocks, drawing, from_text
 from experiments.decoding.speculation import held_out, on_text
-from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import load_text_model
-from jaxkv import plotting
 from jaxkv.models import LoadedModel, Params, save_model
-from jaxkv.plotting import draw_curve, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Study,
-    Texts,
-    column,
-    computed_column,
-)
 from jaxkv.sampling import Sampling
-from jaxkv.validation import AscendingInts, PositiveInt, Range
 from scaling.corpora import STANDARD_LIBRARY, Corpus, CorpusConfig, open_corpus
 from scaling.training import (
     Consistency,
@@ -50,7 +35,7 @@ from scaling.training import (
     train_in_memory,
 )
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 BEFORE = "as it was"
 AFTER = "fine-tuned"
 TOGETHER = 32
@@ -64,23 +49,23 @@ class Config(held_out.TextConfig):
     """Training text of the model."""
     objective: Consistency = dataclasses.field(default_factory=Consistency)
     """Lengths of prompts, blocks and texts."""
-    num_texts: PositiveInt = 640
+    num_texts: lab.PositiveInt = 640
     """Pieces of training text after which blocks are found."""
-    guesses: PositiveInt = 8
+    guesses: lab.PositiveInt = 8
     """Intermediate guesses of each block that are trained on."""
-    num_steps: PositiveInt = 400
+    num_steps: lab.PositiveInt = 400
     """Training steps."""
-    batch_size: PositiveInt = 8
+    batch_size: lab.PositiveInt = 8
     """Guesses per step, each paired with a piece of text."""
-    learning_rate: Annotated[float, Range(0, ends="()")] = 7e-4
+    learning_rate: Annotated[float, lab.Range(0, ends="()")] = 7e-4
     """Peak learning rate; it decays to 0 over the second half."""
-    num_held_out: PositiveInt = 64
+    num_held_out: lab.PositiveInt = 64
     """Pieces of held-out text after which blocks are found before and after."""
-    scored_windows: PositiveInt = 256
+    scored_windows: lab.PositiveInt = 256
     """Held-out windows of 512 tokens for bits per byte."""
     num_prompts: int = 4
     """Texts that the engine continues, one at a time."""
-    num_drafts: AscendingInts = (3, 7, 15)
+    num_drafts: lab.AscendingInts = (3, 7, 15)
     """Draft lengths of the engine's drafter."""
     steps_per_call: int = 4
     """Steps per call of the engine."""
@@ -111,38 +96,38 @@ class Config(held_out.TextConfig):
 CONFIGS = {"cllm": Config(export="runs/stdlib-bytes-cllm")}
 
 
-class ModelTable(ResultTable):
+class ModelTable(lab.ResultTable):
     """Quality and iterations of the model before and after training."""
 
-    model: Texts = column("before or after")
-    bits_per_byte: Floats = column("on held-out text", form="{:.4f}")
-    num_blocks: Ints = column("blocks of held-out text", heading="blocks")
-    length: Ints = column("tokens of a block", heading="tokens")
-    steps: Floats = column("mean iterations per block", form="{:.2f}")
+    model: lab.Texts = lab.column("before or after")
+    bits_per_byte: lab.Floats = lab.column("on held-out text", form="{:.4f}")
+    num_blocks: lab.Ints = lab.column("blocks of held-out text", heading="blocks")
+    length: lab.Ints = lab.column("tokens of a block", heading="tokens")
+    steps: lab.Floats = lab.column("mean iterations per block", form="{:.2f}")
 
     @property
-    @computed_column(heading="tokens a step", form="{:.2f}")
+    @lab.computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
         """Mean block tokens per iteration."""
         return self.length / np.maximum(self.steps, 1e-9)
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Training curve, and both models' measurements."""
 
-    models: ModelTable = column("before and after")
-    runs: on_text.DecodingRuns = column("runs of the engine's drafter")
-    trained: Ints = column("training step of each report", is_reported=False)
-    loss: Floats = column(
+    models: ModelTable = lab.column("before and after")
+    runs: on_text.DecodingRuns = lab.column("runs of the engine's drafter")
+    trained: lab.Ints = lab.column("training step of each report", is_reported=False)
+    loss: lab.Floats = lab.column(
         "consistency loss in nats per block token, mean since the last report",
         is_reported=False,
     )
-    num_records: int = column("trained guesses", heading="guesses")
-    train_s: float = column("wall-clock time of training")
-    device: str = column("kind of device")
+    num_records: int = lab.column("trained guesses", heading="guesses")
+    train_s: float = lab.column("wall-clock time of training")
+    device: str = lab.column("kind of device")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Finds blocks, trains, and evaluates both models, unless stopped before.
 
     Raises:
@@ -204,7 +189,7 @@ def _find_blocks(
 
 
 def _records(
-    config: Config, model: LoadedModel, corpus: Corpus, progress: Progress
+    config: Config, model: LoadedModel, corpus: Corpus, progress: lab.Progress
 ) -> np.ndarray:
     """Returns training records from trajectories after pieces of the training text."""
     sizes = config.objective
@@ -301,7 +286,7 @@ NOTES = (
 )
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of both models, and of the engine with each."""
     sheets = [
         result.models.sheet("before and after", note=NOTES[0]),
@@ -311,38 +296,40 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares tokens with plain decoding, and the speed-up with CLLM's."""
     runs = result.runs
     if len(runs):
         num = int(runs.num_tokens.sum())
-        yield measured("lossless", runs.num_other.sum(), num=num)
+        yield lab.measured("lossless", runs.num_other.sum(), num=num)
         best = [np.nanmax(runs.where(way=method).speed) for method in (AFTER, BEFORE)]
-        yield measured("tuned", best[0], before=f"{best[1]:.2f}", device=result.device)
+        yield lab.measured(
+            "tuned", best[0], before=f"{best[1]:.2f}", device=result.device
+        )
 
 
 def plot(axes: Any, result: Result) -> None:
     """Draws the loss, and tokens per step of blocks and of the engine."""
     loss, blocks, engine, unused = axes.flat
     unused.remove()
-    draw_curve(loss, result.trained, result.loss, 5, marker="")
+    lab.draw_curve(loss, result.trained, result.loss, 5, marker="")
     title = "Loss of training"
     x = "training [steps]"
     y = "loss [nats/token]"
     if len(result.loss):
         title = f"The consistency loss falls to {result.loss[-1]:.2f} nats/token"
-    set_labels(loss, title, x, y, ylim=(0, None))
+    lab.set_labels(loss, title, x, y, ylim=(0, None))
     models = result.models
-    color = plotting.colors()[5]
+    color = lab.colors()[5]
     bars = blocks.bar(models.model, models.tokens_per_step, 0.6, color=color)
     labels = [f"{bits:.3f}\nbits/byte" for bits in models.bits_per_byte]
     blocks.bar_label(bars, labels, padding=2)
     blocks.margins(y=0.25)
     length = models.length[0] if len(models) else 0
     title = f"Blocks of {length}: tokens found a step, and the model's loss"
-    set_labels(blocks, title, "", "found [tokens/step]")
+    lab.set_labels(blocks, title, "", "found [tokens/step]")
     runs_by_name = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
     drawing.draw_speeds(engine, runs_by_name)
 
 
-STUDY = Study(CONFIGS, Result, run, plot, claims, summary, metrics, panels=(2, 2))
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, summary, metrics, panels=(2, 2))

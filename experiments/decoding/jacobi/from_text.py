@@ -13,40 +13,27 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from experiments import lab
 from experiments.decoding.jacobi import blocks, drawing
 from experiments.decoding.speculation import held_out, on_text, serving
-from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import load_text_model
 from jaxkv.models import LoadedModel
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Study,
-    column,
-    computed_column,
-)
 from jaxkv.sampling import Sampling
-from jaxkv.validation import AscendingInts, PositiveInt, Range
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 WAY = "Jacobi"
 
 
 class Config(held_out.TextConfig):
     """Text, blocks and lengths."""
 
-    lengths: AscendingInts = (4, 8, 16, 32)
+    lengths: lab.AscendingInts = (4, 8, 16, 32)
     """Tokens of a block."""
-    picture_tokens: PositiveInt = 32
+    picture_tokens: lab.PositiveInt = 32
     """Tokens of the drawn block, the first of the first text."""
-    temperatures: Annotated[tuple[float, ...], Range(0, 2)] = (0.0, 1.0)
+    temperatures: Annotated[tuple[float, ...], lab.Range(0, 2)] = (0.0, 1.0)
     """Sampling temperatures; 0 is greedy."""
-    num_drafts: AscendingInts = (3, 7, 15, 31)
+    num_drafts: lab.AscendingInts = (3, 7, 15, 31)
     """Draft lengths of the engine's drafter."""
     steps_per_call: int = 4
     """Steps per call of the engine."""
@@ -74,45 +61,49 @@ CONFIGS = {
 }
 
 
-class BlockTable(ResultTable):
+class BlockTable(lab.ResultTable):
     """Iterations of blocks by length and temperature."""
 
-    length: Ints = column("tokens of a block", heading="tokens")
-    temperature: Floats = column("0 is greedy")
-    num_blocks: Ints = column("blocks", heading="blocks")
-    steps: Floats = column("mean iterations", form="{:.2f}")
-    most_steps: Ints = column("most iterations of a block", heading="most steps")
-    num_late: Ints = column("blocks with more iterations than tokens", heading="late")
-    num_stuck: Ints = column("iterations that fixed no token", heading="stuck")
-    num_other: Ints = column(
+    length: lab.Ints = lab.column("tokens of a block", heading="tokens")
+    temperature: lab.Floats = lab.column("0 is greedy")
+    num_blocks: lab.Ints = lab.column("blocks", heading="blocks")
+    steps: lab.Floats = lab.column("mean iterations", form="{:.2f}")
+    most_steps: lab.Ints = lab.column(
+        "most iterations of a block", heading="most steps"
+    )
+    num_late: lab.Ints = lab.column(
+        "blocks with more iterations than tokens", heading="late"
+    )
+    num_stuck: lab.Ints = lab.column("iterations that fixed no token", heading="stuck")
+    num_other: lab.Ints = lab.column(
         "tokens that differ from plain decoding's", heading="other tokens"
     )
 
     @property
-    @computed_column(heading="tokens a step", form="{:.2f}")
+    @lab.computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
         """Mean block tokens per iteration."""
         return self.length / np.maximum(self.steps, 1e-9)
 
 
-class BlockTrace(ResultTable):
+class BlockTrace(lab.ResultTable):
     """Iterations of one block."""
 
-    tokens: Int[np.ndarray, "rows places"] = column("guesses")
-    fixed: Ints = column("length of the correct prefix")
+    tokens: Int[np.ndarray, "rows places"] = lab.column("guesses")
+    fixed: lab.Ints = lab.column("length of the correct prefix")
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Iterations of blocks, and runs of the engine."""
 
-    blocks: BlockTable = column("by length and temperature")
-    picture: BlockTrace = column("one block")
-    runs: on_text.DecodingRuns = column("runs of the engine's drafter")
-    output_tokens: int = column("tokens of each answer", is_reported=False)
-    device: str = column("kind of device")
+    blocks: BlockTable = lab.column("by length and temperature")
+    picture: BlockTrace = lab.column("one block")
+    runs: on_text.DecodingRuns = lab.column("runs of the engine's drafter")
+    output_tokens: int = lab.column("tokens of each answer", is_reported=False)
+    device: str = lab.column("kind of device")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Finds blocks, then decodes with the engine; if stopped, keeps finished parts.
 
     Raises:
@@ -183,7 +174,7 @@ NOTES = (
 )
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of blocks and of the engine."""
     sheets = [
         result.blocks.sheet("steps until a block is found", note=NOTES[0]),
@@ -194,7 +185,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 def drafter_sheet(
     runs: on_text.DecodingRuns, device: str, by: str, *, note: str
-) -> Sheet:
+) -> lab.Sheet:
     """Returns a table of the engine's Jacobi drafter by draft length and `by`."""
     columns = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
     title = f"the engine's drafter, one sequence on {device}"
@@ -202,23 +193,23 @@ def drafter_sheet(
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares iterations with the theorem, and speeds with published ones."""
     block_table = result.blocks
     runs = result.runs
     if len(block_table):
         num = int(block_table.num_blocks.sum())
-        yield measured("steps", block_table.num_late.sum(), num=num)
-        yield measured("progress", block_table.num_stuck.sum(), num=num)
+        yield lab.measured("steps", block_table.num_late.sum(), num=num)
+        yield lab.measured("progress", block_table.num_stuck.sum(), num=num)
     other = sum(int(x.num_other.sum()) for x in (block_table, runs))
     tokens = int(
         (block_table.num_blocks * block_table.length).sum() + runs.num_tokens.sum()
     )
     if tokens:
-        yield measured("lossless", other, num=tokens)
+        yield lab.measured("lossless", other, num=tokens)
     greedy = runs.where(temperature=0.0)
     if len(greedy):
-        yield measured("speed", np.nanmax(greedy.speed), device=result.device)
+        yield lab.measured("speed", np.nanmax(greedy.speed), device=result.device)
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -226,4 +217,4 @@ def plot(axes: Any, result: Result) -> None:
     drawing.draw_jacobi(axes, result.picture, result.blocks, result.runs)
 
 
-STUDY = Study(CONFIGS, Result, run, plot, claims, summary, panels=(2, 2))
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, summary, panels=(2, 2))

@@ -4,20 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments import lab
 from experiments.decoding.speculation import theory
-from jaxkv.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-    system_style,
-    use_powers_of_two,
-)
 
-DRAFT_COLORS = (BLUE, GREEN, ORANGE, RED)
+DRAFT_COLORS = (lab.BLUE, lab.GREEN, lab.ORANGE, lab.RED)
 """Colours by draft length, ascending; markers follow."""
 MARKERS = "o^ds"
 
@@ -50,8 +40,10 @@ def _lengths(ax: Any, runs: Any) -> None:
         if len(selected) < 2:
             continue
         look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-        draw_curve(ax, selected.num_drafts, selected.expected, method, **look)
-        draw_curve(ax, selected.num_drafts, selected.tokens_per_step, method, method)
+        lab.draw_curve(ax, selected.num_drafts, selected.expected, method, **look)
+        lab.draw_curve(
+            ax, selected.num_drafts, selected.tokens_per_step, method, method
+        )
         max_tokens = float(selected.tokens_per_step.max())
         best = (method, max_tokens) if max_tokens > best[1] else best
     ax.plot([], [], "--", color="0.45", linewidth=1, label="if independent")
@@ -61,7 +53,7 @@ def _lengths(ax: Any, runs: Any) -> None:
     ax.legend()
     x = "drafts a step [tokens]"
     y = "found [tokens/step]"
-    set_labels(ax, title, x, y, ylim=(0, None))
+    lab.set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def bars(
@@ -83,7 +75,7 @@ def bars(
     for nth, temperature in enumerate((0.0, 1.0)):
         for i in np.flatnonzero(runs.temperature == temperature):
             place = order.index(names[i]) + height * (nth - 0.5)
-            look = {"color": system_style(kinds[i]).color, "edgecolor": "white"}
+            look = {"color": lab.system_style(kinds[i]).color, "edgecolor": "white"}
             look |= {"hatch": "////"} if nth else {}
             container = ax.barh(place, values[i], 0.92 * height, **look)
             ax.bar_label(container, [f"{values[i]:.2f}"], padding=3)
@@ -95,9 +87,9 @@ def bars(
     ax.set_yticks(range(len(order)), order)
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(max(len(order), 1) - 0.4, -0.6)
-    draw_reference_line(ax, 1, "plain decoding", along="y")
+    lab.draw_reference_line(ax, 1, "plain decoding", along="y")
     ax.margins(x=0.15)
-    set_labels(ax, "One sequence", label, "")
+    lab.set_labels(ax, "One sequence", label, "")
     ax.legend()
 
 
@@ -105,20 +97,20 @@ def _batches(ax: Any, runs: Any) -> None:
     """Draws speed and cost of a step by batch size."""
     runs = runs.at(np.argsort(runs.batch))
     for values, color, mark, label in (
-        (runs.tokens_per_step, GREEN, "^", "tokens a step"),
-        (runs.cost, RED, "s", "cost of a step"),
-        (runs.speed, BLUE, "o", "speed"),
+        (runs.tokens_per_step, lab.GREEN, "^", "tokens a step"),
+        (runs.cost, lab.RED, "s", "cost of a step"),
+        (runs.speed, lab.BLUE, "o", "speed"),
     ):
-        draw_curve(ax, runs.batch, values, color, label, marker=mark)
-    draw_reference_line(ax, 1, "plain decoding")
+        lab.draw_curve(ax, runs.batch, values, color, label, marker=mark)
+    lab.draw_reference_line(ax, 1, "plain decoding")
     title = "n-gram drafts by batch"
     if len(runs):
-        use_powers_of_two(ax)
+        lab.use_powers_of_two(ax)
         title = f"n-gram is {np.nanmin(runs.speed):.1f} to {np.nanmax(runs.speed):.1f} "
         title += "times as fast at every batch"
     x = "batch [sequences]"
     y = "over plain decoding [ratio]"
-    set_labels(ax, title, x, y, ylim=(0, None))
+    lab.set_labels(ax, title, x, y, ylim=(0, None))
     ax.legend()
 
 
@@ -133,7 +125,7 @@ def _synthetic(ax: Any, coins: Any) -> None:
         ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
         look = {"linestyle": "", "marker": MARKERS[nth % 4]}
         tokens = selected.tokens_per_step
-        draw_curve(ax, selected.acceptance, tokens, color, f"{num}", **look)
+        lab.draw_curve(ax, selected.acceptance, tokens, color, f"{num}", **look)
         exact = theory.expected_tokens(selected.acceptance, np.full(len(selected), num))
         off += np.abs(tokens / exact - 1).tolist()
     title = "Tokens a step by acceptance"
@@ -142,7 +134,7 @@ def _synthetic(ax: Any, coins: Any) -> None:
         title = f"Synthetic drafts follow the formula to {100 * max(off):.1f} %"
     x = "acceptance of a draft [share]"
     y = "found [tokens/step]"
-    set_labels(ax, title, x, y, ylim=(0, None))
+    lab.set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def draw_priced(axes: Any, priced: Any) -> None:
@@ -164,14 +156,14 @@ def draw_priced(axes: Any, priced: Any) -> None:
             line = getattr(selected, reference)
             points = getattr(selected, field)
             look: dict[str, Any] = {"linestyle": "--", "linewidth": 1, "marker": ""}
-            draw_curve(ax, selected.acceptance, line, color, **look)
+            lab.draw_curve(ax, selected.acceptance, line, color, **look)
             look = {"linestyle": "", "marker": MARKERS[nth % 4], "markersize": 6}
-            draw_curve(ax, selected.acceptance, points, color, f"{num}", **look)
+            lab.draw_curve(ax, selected.acceptance, points, color, f"{num}", **look)
             off += np.abs(points / line - 1).tolist()
-        draw_reference_line(ax, 1)
+        lab.draw_reference_line(ax, 1)
         title = f"Theory predicts the {words} to {100 * np.nanmax(off):.0f} %"
         x = "acceptance of a draft [share]"
-        set_labels(ax, title, x, y, ylim=(0, None))
+        lab.set_labels(ax, title, x, y, ylim=(0, None))
         if len(priced):
             ax.plot([], [], "--", color="0.45", linewidth=1, label="theory")
             ax.legend(title="drafts a step")

@@ -7,27 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from experiments import lab
 from experiments.harness import find_cost_model
 from experiments.serving.batching import lectures
 from jaxkv import scheduling, simulation
-from jaxkv.progress import Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ResultRecord,
-    ResultTable,
-    column,
-    format_seconds,
-    to_rows,
-)
 from jaxkv.simulation import Capacity, Cost, SimulationResult, Work
-from jaxkv.validation import (
-    AscendingFloats,
-    AscendingInts,
-    ConfigRecord,
-    PositiveInt,
-    Range,
-)
 from jaxkv.workloads import Fixed, Gamma, Pair, Workload, closed_loop, make_workload
 
 SYSTEMS = ("static", "continuous", "paged")
@@ -36,7 +20,7 @@ batching with pages allocated on demand."""
 PAGE_SIZE = 16
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """The simulated machine and its requests."""
 
     model: str = ""
@@ -46,23 +30,23 @@ class Config(ConfigRecord):
     """Name of the cost model of a step, see `named_costs`."""
     num_places: int = 15_728
     """KV cache size in tokens; the default is that of a 13B model in 40 GB."""
-    prompt_tokens: PositiveInt = 512
+    prompt_tokens: lab.PositiveInt = 512
     """Tokens of every prompt."""
-    mean_output_tokens: Annotated[float, Range(1)] = 128.0
+    mean_output_tokens: Annotated[float, lab.Range(1)] = 128.0
     """Mean output tokens, before outputs are limited."""
-    limits: AscendingInts = (32, 128, 512, 1536)
+    limits: lab.AscendingInts = (32, 128, 512, 1536)
     """Output limits in tokens, ascending; outputs are exponential, and redrawn above
     the limit."""
-    deviations: AscendingFloats = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+    deviations: lab.AscendingFloats = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
     """Coefficients of variation of outputs of equal mean, ascending."""
-    clients: AscendingInts = (1, 2, 4, 8, 16, 32, 64)
+    clients: lab.AscendingInts = (1, 2, 4, 8, 16, 32, 64)
     """Concurrent clients with prompts of 32 tokens, ascending; each sends its next
     request when the last is answered."""
-    num_requests: PositiveInt = 1000
+    num_requests: lab.PositiveInt = 1000
     """Requests of each load, all of which arrive at 0 s."""
-    num_seeds: PositiveInt = 3
+    num_seeds: lab.PositiveInt = 3
     """Independent draws of the lengths."""
-    max_slots: PositiveInt = 64
+    max_slots: lab.PositiveInt = 64
     """Largest number of sequences that run at once."""
 
     def __post_init__(self) -> None:
@@ -85,15 +69,15 @@ class Config(ConfigRecord):
         return self.prompt_tokens + self.limits[-1]
 
 
-class ThroughputSweep(ResultRecord):
+class ThroughputSweep(lab.ResultRecord):
     """Throughput of several systems under several loads; NaN where a run stopped."""
 
-    value: Float[np.ndarray, " loads"] = column("swept value")
-    tokens_per_s: Float[np.ndarray, "systems loads seeds"] = column(
+    value: Float[np.ndarray, " loads"] = lab.column("swept value")
+    tokens_per_s: Float[np.ndarray, "systems loads seeds"] = lab.column(
         "generated tokens over the time until the last request ended"
     )
-    steps: Float[np.ndarray, "systems loads seeds"] = column("steps taken")
-    deviation: Float[np.ndarray, "loads seeds"] = column(
+    steps: Float[np.ndarray, "systems loads seeds"] = lab.column("steps taken")
+    deviation: Float[np.ndarray, "loads seeds"] = lab.column(
         "coefficient of variation of the drawn outputs"
     )
 
@@ -102,26 +86,26 @@ class ThroughputSweep(ResultRecord):
         """Tokens per second, averaged over seeds."""
         return self.tokens_per_s.mean(axis=2)
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
+    def rows(self, name: str) -> list[lab.Row]:
         """Returns the means over seeds, one row per load; `name` heads the values."""
         columns = {name: self.value, "measured deviation": self.deviation.mean(axis=1)}
         for system, rates in zip(SYSTEMS, self.means, strict=False):
             columns[f"{system}_tokens_per_s"] = rates
         columns["gain"] = self.means[-1] / self.means[0]
         columns["fewer_steps"] = self.steps[0].sum(axis=1) / self.steps[-1].sum(axis=1)
-        return to_rows(columns)
+        return lab.to_rows(columns)
 
 
-class ClientLatencies(ResultTable):
+class ClientLatencies(lab.ResultTable):
     """Throughput and latency of equal requests by number of clients."""
 
-    clients: Ints = column("requests side by side")
-    tokens_per_s: Floats = column("generated tokens")
-    s_per_token: Floats = column(
+    clients: lab.Ints = lab.column("requests side by side")
+    tokens_per_s: lab.Floats = lab.column("generated tokens")
+    s_per_token: lab.Floats = lab.column(
         "mean over requests of latency / output tokens",
         key="token_s",
         heading="token",
-        form=format_seconds,
+        form=lab.format_seconds,
     )
 
 
@@ -152,7 +136,7 @@ type LoadResults = dict[str, list[LoadResult]]
 
 
 def simulate_sweeps(
-    config: Config, progress: Progress, *, sweeps: bool
+    config: Config, progress: lab.Progress, *, sweeps: bool
 ) -> tuple[LoadResults, LoadResults]:
     """Simulates the lectures' pictures and the sweeps.
 
@@ -289,7 +273,10 @@ def _bursts(
 
 
 def _simulate(
-    config: Config, groups: dict[str, list[_LoadCase]], policy: Any, progress: Progress
+    config: Config,
+    groups: dict[str, list[_LoadCase]],
+    policy: Any,
+    progress: lab.Progress,
 ) -> LoadResults:
     cost = find_cost_model(config.cost).cost
     members = [x for group in groups.values() for x in group]

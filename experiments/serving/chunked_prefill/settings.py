@@ -13,17 +13,9 @@ from typing import Annotated, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import lab
 from jaxkv.scheduling import chunked_prefill
 from jaxkv.simulation import Capacity, SerializedPhases, SimulationMember, make_work
-from jaxkv.validation import (
-    Ascending,
-    Choices,
-    ConfigRecord,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveFloats,
-    Range,
-)
 from jaxkv.workloads import LogNormal, Pair, Workload
 from scaling.calibration import ServerCost, make_calibrated_cost
 from scaling.costs import (
@@ -230,19 +222,19 @@ def prompt_s(model: ServedModel, tokens: float, budget: float | None = None) -> 
     return sum(float(model.cost(step)) for step in steps)
 
 
-Loads = Annotated[PositiveFloats, Ascending(minimum=2)]
-Budgets = Annotated[tuple[int, ...], Ascending(minimum=2), Range(MAX_SLOTS)]
+Loads = Annotated[lab.PositiveFloats, lab.Ascending(minimum=2)]
+Budgets = Annotated[tuple[int, ...], lab.Ascending(minimum=2), lab.Range(MAX_SLOTS)]
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Extent of the simulation."""
 
-    models: Annotated[tuple[str, ...], Choices(MODELS, minimum=1)] = (
+    models: Annotated[tuple[str, ...], lab.Choices(MODELS, minimum=1)] = (
         "Yi-34B",
         "Mistral-7B",
     )
     """Names in `MODELS`; the first also runs the schedule comparison."""
-    data: Annotated[tuple[str, ...], Choices(DATASETS, minimum=1)] = (
+    data: Annotated[tuple[str, ...], lab.Choices(DATASETS, minimum=1)] = (
         "openchat",
         "arxiv",
     )
@@ -252,9 +244,9 @@ class Config(ConfigRecord):
     all time; ascending."""
     budgets: Budgets = (128, 256, 512, 1024, 2048, 4096, 8192)
     """Token budgets to compare, ascending."""
-    share: PositiveFloat = 0.4
+    share: lab.PositiveFloat = 0.4
     """Rate of the budget and schedule comparisons, as a share."""
-    seconds: PositiveFloat = 600.0
+    seconds: lab.PositiveFloat = 600.0
     """Simulated seconds of each load."""
-    seed: NonNegativeInt = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of lengths and arrivals."""

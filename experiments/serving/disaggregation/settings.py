@@ -5,16 +5,8 @@ Source: Zhong et al. 2024, arXiv:2401.09670, sections 2, 3.1 and 6.1, table 1, f
 
 from typing import Annotated, NamedTuple
 
+from experiments import lab
 from jaxkv.simulation import Capacity, Replica
-from jaxkv.validation import (
-    Ascending,
-    Choices,
-    ConfigRecord,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveFloats,
-    Range,
-)
 from jaxkv.workloads import Fixed, Gamma, Objectives, Pair
 from scaling import shapes
 from scaling.costs import (
@@ -161,29 +153,29 @@ KNOWN = APPLICATIONS | {
 }
 
 
-Loads = Annotated[PositiveFloats, Ascending(minimum=2)]
+Loads = Annotated[lab.PositiveFloats, lab.Ascending(minimum=2)]
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Extent of the simulation."""
 
-    applications: Annotated[tuple[str, ...], Choices(APPLICATIONS)] = tuple(
+    applications: Annotated[tuple[str, ...], lab.Choices(APPLICATIONS)] = tuple(
         APPLICATIONS
     )
     """Names in `APPLICATIONS`."""
     shares: Loads = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1)
     """Rates of the goodput search, as shares of `search_limits`; ascending."""
-    links: PositiveFloats = (2e9, 4e9, 6e9, 8e9, 12e9, 25e9)
+    links: lab.PositiveFloats = (2e9, 4e9, 6e9, 8e9, 12e9, 25e9)
     """Link bandwidths to simulate in bytes/s from GPU to GPU."""
-    seconds: PositiveFloat = 300.0
+    seconds: lab.PositiveFloat = 300.0
     """Simulated seconds of each load."""
     queue_loads: Annotated[
-        tuple[float, ...], Ascending(strictly=False), Range(0, 1, "()")
+        tuple[float, ...], lab.Ascending(strictly=False), lab.Range(0, 1, "()")
     ] = (0.2, 0.4, 0.6, 0.75)
     """Utilisations of the queue study, below 1."""
-    queue_requests: Annotated[int, Range(2)] = 16000
+    queue_requests: Annotated[int, lab.Range(2)] = 16000
     """Requests of each seed."""
-    queue_seeds: Annotated[int, Range(2)] = 384
+    queue_seeds: Annotated[int, lab.Range(2)] = 384
     """Seeds of each load."""
-    seed: NonNegativeInt = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of lengths and arrivals."""

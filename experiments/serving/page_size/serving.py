@@ -10,14 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import scheduling, simulation
-from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, ResultRecord, ResultTable, Study, Texts, column
 from jaxkv.simulation import SimulationMember
-from jaxkv.validation import AscendingInts, ConfigRecord, NonNegativeInt, PositiveFloat
 
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}
 LOADED: Mapping[str, float] = {"ShareGPT": 1.7, "Alpaca": 25.0}
@@ -26,45 +22,47 @@ OVERLOAD_RATES: Mapping[str, float] = {"ShareGPT": 2.2, "Alpaca": 60.0}
 """Requests/s above the sustained rate, at which memory is full."""
 BEST: Mapping[str, tuple[int, int]] = {"ShareGPT": (16, 128), "Alpaca": (16, 32)}
 """Best page sizes in figure 18b."""
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Page sizes and the load."""
 
-    page_sizes: AscendingInts = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    page_sizes: lab.AscendingInts = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Token places in a page; ascending."""
-    hours: PositiveFloat = 1 / 3
+    hours: lab.PositiveFloat = 1 / 3
     """Hours of simulated load."""
-    seed: NonNegativeInt = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of lengths and arrivals."""
 
 
 CONFIGS = {"paper": Config()}
 
 
-class Serving(ResultTable):
+class Serving(lab.ResultTable):
     """Latency and memory of each load and page size."""
 
-    data: Texts = column("dataset of the lengths")
-    rate: Floats = column("requests/s")
-    page_size: Floats = column("token places in a page")
-    normalised_s: Floats = column(
+    data: lab.Texts = lab.column("dataset of the lengths")
+    rate: lab.Floats = lab.column("requests/s")
+    page_size: lab.Floats = lab.column("token places in a page")
+    normalised_s: lab.Floats = lab.column(
         "mean latency / output tokens; elapsed time for requests without an answer"
     )
-    batch: Floats = column("mean batch size")
-    tokens: Floats = column("share of the memory that holds keys and values")
-    unused: Floats = column("share of the memory in allocated but unused places")
-    preempted: Floats = column("preemptions per request")
+    batch: lab.Floats = lab.column("mean batch size")
+    tokens: lab.Floats = lab.column("share of the memory that holds keys and values")
+    unused: lab.Floats = lab.column(
+        "share of the memory in allocated but unused places"
+    )
+    preempted: lab.Floats = lab.column("preemptions per request")
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Simulated loads."""
 
-    serving: Serving = column("by dataset, rate and page size")
+    serving: Serving = lab.column("by dataset, rate and page size")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Simulates each dataset at two rates; if stopped, keeps the finished ones."""
     page_sizes = config.page_sizes
     seconds = 3600 * config.hours
@@ -114,7 +112,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares latencies and memory use with published and expected ones."""
     places = settings.SERVERS["13B"].num_places
     for data in result.serving.distinct("data"):
@@ -126,7 +124,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         for id, selected in mask_by_id.items():
             if selected.any():
                 slowest = float(latency[selected].max() / latency.min())
-                yield measured(id, slowest, rate=LOADED[data], **words)
+                yield lab.measured(id, slowest, rate=LOADED[data], **words)
         rows = result.serving.where(data=data, rate=OVERLOAD_RATES[data])
         # Both sources count before the tokens of a step are written, the simulator
         # after.
@@ -135,12 +133,12 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         unused = 100 * (rows.unused + written)
         for i, size in enumerate(rows.page_size.astype(int).tolist()):
             words = {"data": data, "size": size}
-            yield measured(
+            yield lab.measured(
                 "tokens", float(tokens[i]), rate=OVERLOAD_RATES[data], **words
             )
             if size in (16, 128) and size < law.prompt.mean + law.output.mean:
                 half = 100 * float(rows.batch[i]) * (size + 1) / 2 / places
-                yield measured("half", float(unused[i]), published=half, **words)
+                yield lab.measured("half", float(unused[i]), published=half, **words)
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -153,11 +151,11 @@ def plot(axes: Any, result: Result) -> None:
         if len(rows):
             y = rows.normalised_s
             label = f"{data}, {LOADED[data]:g} requests/s"
-            draw_curve(latency, rows.page_size, y, data, label)
+            lab.draw_curve(latency, rows.page_size, y, data, label)
             bar = [0.85 * y.min()] * 2
             look = {"marker": "", "linewidth": 4}
             label = f"{data}, the paper's best"
-            draw_curve(latency, BEST[data], bar, data, label, alpha=0.5, **look)
+            lab.draw_curve(latency, BEST[data], bar, data, label, alpha=0.5, **look)
             times = y.max() / y.min()
             at = int(rows.page_size[y.argmax()])
             worst = (data, at, times) if times > worst[2] else worst
@@ -165,7 +163,7 @@ def plot(axes: Any, result: Result) -> None:
         reference = CLAIMS.published("tokens")[data]
         look = {"linestyle": ":", "linewidth": 1, "markersize": 3}
         label = "an earlier simulation" if data == "Alpaca" else ""
-        draw_curve(
+        lab.draw_curve(
             memory,
             [*map(int, reference)],
             [*reference.values()],
@@ -173,7 +171,7 @@ def plot(axes: Any, result: Result) -> None:
             label,
             **look,
         )
-        draw_curve(memory, rows.page_size, 100 * rows.tokens, data, data)
+        lab.draw_curve(memory, rows.page_size, 100 * rows.tokens, data, data)
         if len(rows) and 100 * rows.tokens.min() < best[2]:
             at = int(rows.page_size[rows.tokens.argmin()])
             best = data, at, 100 * float(rows.tokens.min())
@@ -181,20 +179,20 @@ def plot(axes: Any, result: Result) -> None:
     title = "Latency by page size"
     if worst[0]:
         title = f"Pages of {worst[1]}: {worst[2]:.0f} times the latency on {worst[0]}"
-    set_labels(latency, title, size, "latency [s/token]", yscale="log")
-    label_log_axis(latency.yaxis)
+    lab.set_labels(latency, title, size, "latency [s/token]", yscale="log")
+    lab.label_log_axis(latency.yaxis)
     title = "A full memory by page size"
     if best[0]:
         title = (
             f"Pages of {best[1]}: tokens fill {best[2]:.0f} % of memory on {best[0]}"
         )
-    set_labels(memory, title, size, "memory with tokens [%]", ylim=(0, 104))
+    lab.set_labels(memory, title, size, "memory with tokens [%]", ylim=(0, 104))
     for ax in axes:
-        use_powers_of_two(ax)
+        lab.use_powers_of_two(ax)
         ax.legend()
 
 
-STUDY = Study(
+STUDY = lab.Study(
     CONFIGS,
     Result,
     run,

@@ -10,7 +10,7 @@ words in physical pages from the cached keys.
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import SentenceLanguage
 from experiments.serving.page_tables import drawing
 from experiments.serving.page_tables.frames import (
@@ -19,10 +19,7 @@ from experiments.serving.page_tables.frames import (
     FrameRequest,
     Frames,
 )
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, Study, column, field_values
 from jaxkv.sampling import Sampling
-from jaxkv.validation import ConfigRecord, Range
 
 NUM_PAGES = 9
 PAGE_SIZE = 4
@@ -61,26 +58,26 @@ boundary twice, after which all four continue beams 1 and 2, as in the paper's f
 9."""
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Seed of the sampled words."""
 
-    seed: Annotated[int, Range(0, 2**64 - 1)] = 5
+    seed: Annotated[int, lab.Range(0, 2**64 - 1)] = 5
     """Seed of the parallel samples; with some seeds, both choose the same word."""
 
 
 CONFIGS = {"smoke": Config()}
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Frames of the 4 scenes."""
 
-    one: Frames = column("one request")
-    two: Frames = column("two requests")
-    samples: Frames = column("two samples of one prompt")
-    beams: Frames = column("beams of one prompt")
+    one: Frames = lab.column("one request")
+    two: Frames = lab.column("two requests")
+    samples: Frames = lab.column("two samples of one prompt")
+    beams: Frames = lab.column("beams of one prompt")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Records the scenes."""
     language = SentenceLanguage(PUBLISHED_SENTENCES, MAX_LENGTH)
     recorder = FrameRecorder(language, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
@@ -178,7 +175,7 @@ def metrics(result: Result) -> dict[str, Any]:
             }
             for i, caption in enumerate(frames.caption)
         ]
-        for name, frames in field_values(result).items()
+        for name, frames in lab.field_values(result).items()
     }
 
 
@@ -201,8 +198,8 @@ PUBLISHED_TABLES = {
 beams, with their reference counts."""
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares the tables of the frames with those of the published figures."""
     samples = result.samples
     beams = result.beams
@@ -221,9 +218,11 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             len(reference.items() & subset.items()) if [*reference] == [*subset] else 0
             for reference, subset in zip(published, rows_by_id[id], strict=True)
         )
-        yield measured(id, equal, published=sum(map(len, published)))
+        yield lab.measured(id, equal, published=sum(map(len, published)))
     written = [beams.pages(3, slot)[-1] for slot in range(BEAM_WIDTH)]
-    yield measured("unused", sum(beams.ref[:3, page].max() == 0 for page in written))
+    yield lab.measured(
+        "unused", sum(beams.ref[:3, page].max() == 0 for page in written)
+    )
 
 
 def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:
@@ -238,6 +237,6 @@ def _uses(frames: Frames, frame: int) -> dict[int, int]:
     return {page: int(n) for page, n in enumerate(frames.ref[frame]) if n}
 
 
-STUDY = Study(
+STUDY = lab.Study(
     CONFIGS, Result, run, plot, claims, metrics=metrics, size_inches=drawing.SIZE_INCHES
 )

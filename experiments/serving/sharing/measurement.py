@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import (
     draw_lengths,
     draw_ragged_lengths,
@@ -30,27 +30,15 @@ from experiments.serving.sharing.requests import (
     PrefixSavings,
     Savings,
 )
-from jaxkv import plotting, report
 from jaxkv.engine import EngineConfig
-from jaxkv.plotting import BLUE, GREEN, ORANGE, draw_curve, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, Study, column
 from jaxkv.sampling import Sampling
-from jaxkv.validation import (
-    Ascending,
-    ConfigRecord,
-    NonNegativeInt,
-    PositiveInt,
-    PositiveInts,
-    Range,
-)
 from jaxkv.workloads import ALPACA, SHAREGPT, Lengths
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 DATASET_NAMES = {"short": "Alpaca", "long": "ShareGPT"}
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """The requests and the engine."""
 
     model: str = "stdlib-bytes"
@@ -59,42 +47,42 @@ class Config(ConfigRecord):
     """Samples per request."""
     widths: tuple[int, ...] = (2, 4, 6)
     """Beams per request."""
-    num_short: PositiveInt = 48
+    num_short: lab.PositiveInt = 48
     """Requests with Alpaca's lengths."""
-    num_long: PositiveInt = 16
+    num_long: lab.PositiveInt = 16
     """Requests with ShareGPT's lengths."""
-    length_scale: Annotated[float, Range(0, 1, "(]")] = 1.0
+    length_scale: Annotated[float, lab.Range(0, 1, "(]")] = 1.0
     """Factor of the mean lengths."""
-    prefixes: PositiveInts = (80, 341)
+    prefixes: lab.PositiveInts = (80, 341)
     """Tokens of a common prefix: 1 and 5 examples."""
-    num_prefixed: PositiveInt = 48
+    num_prefixed: lab.PositiveInt = 48
     """Requests with a common prefix."""
-    own_tokens: Annotated[tuple[int, int], Ascending(1, strictly=False)] = (16, 64)
+    own_tokens: Annotated[tuple[int, int], lab.Ascending(1, strictly=False)] = (16, 64)
     """Shortest and longest rest of their prompts in tokens, and of their answers."""
-    repeats: PositiveInt = 5
+    repeats: lab.PositiveInt = 5
     """Servings with the prefix cache, and as many without."""
-    chunk_sizes: PositiveInts = (1, 7, 64)
+    chunk_sizes: lab.PositiveInts = (1, 7, 64)
     """Chunk sizes in tokens for counting prompt tokens."""
     temperature: float = 0.7
     """Sampling temperature."""
     top_p: float = 0.95
     """Nucleus sampling threshold."""
-    max_slots: Annotated[int, Range(NUM_SEQUENCES)] = 8
+    max_slots: Annotated[int, lab.Range(NUM_SEQUENCES)] = 8
     """Largest number of sequences that run at once."""
     max_length: int = 1024
     """Longest sequence in tokens."""
-    page_size: PositiveInt = 16
+    page_size: lab.PositiveInt = 16
     """Token places in a page."""
     numerics: Literal["fast", "reproducible"] = "fast"
     """Numerics: "reproducible" makes answers independent of the batch."""
-    seed: NonNegativeInt = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of lengths, prompts and sampling."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
         for name in ("answers", "widths"):
-            Range(2, self.max_slots).check(name, getattr(self, name))
+            lab.Range(2, self.max_slots).check(name, getattr(self, name))
         if not (self.answers and self.widths):
             raise ValueError(
                 f"answers={self.answers!r} and widths={self.widths!r} must not be empty"
@@ -127,32 +115,32 @@ CONFIGS = {
 }
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Shared pages by kind of request."""
 
-    samples: Savings = column(
+    samples: Savings = lab.column(
         "by number of samples",
         heading="pages saved by sequences of one request: samples",
         note="Pages in use relative to pages without sharing; expected: by lengths.",
     )
-    beams: Savings = column(
+    beams: Savings = lab.column(
         "by number of beams", heading="pages saved by sequences of one request: beams"
     )
-    readings: PrefillCounts = column(
+    readings: PrefillCounts = lab.column(
         "by chunk size", heading="prompts of several samples, chunked prefill"
     )
-    prefixes: PrefixSavings = column(
+    prefixes: PrefixSavings = lab.column(
         "by length of the prefix",
         heading="requests that begin with the same text",
         note="Without and with a prefix cache that holds the prefix; rates: "
         "median, lowest and highest of alternating pairs of runs.",
     )
-    picture: PageTableScenes = column(
+    picture: PageTableScenes = lab.column(
         "by scene", key="pictures", heading="drawn scenes"
     )
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Serves all parts with one program; if stopped, keeps the finished ones."""
     model = load_text_model(config.model, max_length=config.max_length)
     ask = Sampling(temperature=config.temperature, top_p=config.top_p)
@@ -207,23 +195,23 @@ def ample_engine_config(config: Config) -> EngineConfig:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns a row per setting."""
-    numbers = report.metrics(result) | {"prefixes": result.prefixes.metrics()}
+    numbers = lab.metrics(result) | {"prefixes": result.prefixes.metrics()}
     for row in numbers["beams"]:  # lengths do not determine the saving of beams
         del row["expected_share"]
     # Every run of the experiment has the keys of both studies.
     return numbers | {"simulated": [], "translations": []}
 
 
-def lengths_claims(savings: Any, **words: Any) -> Iterator[MeasuredValue]:
+def lengths_claims(savings: Any, **words: Any) -> Iterator[lab.MeasuredValue]:
     """Compares measured savings of samples with those by lengths."""
     for name in savings.distinct("lengths"):
         selected = savings.where(lengths=name)
         difference = abs(selected.saved_share - selected.expected_share).max()
-        yield measured("lengths", 100 * difference, lengths=name, **words)
+        yield lab.measured("lengths", 100 * difference, lengths=name, **words)
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares savings with closed forms and published numbers."""
     yield from lengths_claims(result.samples, how="", reading="")
     readings = result.readings
@@ -232,7 +220,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         *first, last = map(str, readings.chunk_size)
         max_reads = float((readings.prompt_rows / readings.prompt_tokens).max())
         sizes = f"{', '.join(first)} and {last}"
-        yield measured("once", max_reads, num=readings.num_sequences[0], sizes=sizes)
+        yield lab.measured(
+            "once", max_reads, num=readings.num_sequences[0], sizes=sizes
+        )
     for id, savings in (("answers", result.samples), ("beams", beams)):
         for row in savings.rows():
             words = row | ({"range": ""} if row["lengths"] == "short" else {})
@@ -242,19 +232,19 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         for row in beams.rows()
     ]
     if np.isfinite(gains).any():
-        yield measured("beams-above", 100 * float(np.nanmin(gains)))
+        yield lab.measured("beams-above", 100 * float(np.nanmin(gains)))
     prefixes = result.prefixes
     for i, num in enumerate(prefixes.prefix_tokens.tolist()):
-        yield measured("faster", float(prefixes.speed_ups[i, 1]), num=num)
+        yield lab.measured("faster", float(prefixes.speed_ups[i, 1]), num=num)
 
 
-def figure_claim(id: str, row: dict[str, Any]) -> Iterator[MeasuredValue]:
+def figure_claim(id: str, row: dict[str, Any]) -> Iterator[lab.MeasuredValue]:
     """Compares a saving with figure 15, if it has one."""
     ours_ = 100 * row["saved_share"]
     published = 100 * row["published_share"]
     if np.isfinite(published):
         data = DATASET_NAMES[row["lengths"]]
-        yield measured(id, ours_, published=published, data=data, **row)
+        yield lab.measured(id, ours_, published=published, data=data, **row)
 
 
 def plot(axes: Any, result: Result) -> None:
@@ -286,7 +276,7 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
         ]
         look: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "zorder": 1}
         label = "the paper's" if name == "short" else ""
-        draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
+        lab.draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
         selected = savings.where(lengths=name)
         system = LENGTH_NAMES[name]
         if not len(selected):
@@ -297,15 +287,15 @@ def _draw_savings(ax: Any, savings: Savings, kind: str) -> None:
         mean_lengths = selected.mean_prompt.mean(), selected.mean_answer.mean()
         tokens = "{:.0f} + {:.0f} tokens".format(*mean_lengths)
         look = {"linestyle": "" if is_known else "-", "markersize": 6}
-        draw_curve(ax, selected.num_sequences, ours, system, tokens, **look)
+        lab.draw_curve(ax, selected.num_sequences, ours, system, tokens, **look)
         if is_known:
             look = {"marker": "", "linewidth": 1}
-            draw_curve(ax, selected.num_sequences, expected, system, **look)
+            lab.draw_curve(ax, selected.num_sequences, expected, system, **look)
         max_share = max(max_share, float(ours.max()))
     ax.margins(x=0.08)
     title = f"Several {kind} share up to {max_share:.0f} % of the pages"
     x = f"{kind} of a request [sequences]"
-    set_labels(ax, title, x, "pages saved [%]", ylim=(0, None))
+    lab.set_labels(ax, title, x, "pages saved [%]", ylim=(0, None))
     if len(savings):
         ax.set_xticks(sorted({*savings.num_sequences.tolist(), 2, 4, 6}))
     ax.legend()
@@ -318,9 +308,9 @@ LENGTH_NAMES = {"long": "ShareGPT", "short": "Alpaca"}
 def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
     """Draws pages, prompt tokens and steps with the cache relative to without."""
     kinds = {
-        "pages": (BLUE, ""),
-        "prompt tokens computed": (GREEN, "//"),
-        "steps": (ORANGE, ".."),
+        "pages": (lab.BLUE, ""),
+        "prompt tokens computed": (lab.GREEN, "//"),
+        "steps": (lab.ORANGE, ".."),
     }
     rows = list(prefixes.metrics())
     names = []
@@ -333,7 +323,7 @@ def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
         )
         items = enumerate(zip(kinds.items(), shares, strict=True))
         for k, ((label, (color, hatch)), share) in items:
-            look: dict[str, Any] = {"color": plotting.colors()[color], "hatch": hatch}
+            look: dict[str, Any] = {"color": lab.colors()[color], "hatch": hatch}
             look |= {"edgecolor": "white", "label": None if i else label}
             bar = ax.barh(i + 0.27 * (k - 1), 100 * share, 0.25, **look)
             ax.bar_label(bar, [f"{100 * share:.0f}"], padding=3)
@@ -347,16 +337,16 @@ def _draw_prefixes(ax: Any, prefixes: PrefixSavings) -> None:
         title += f"{best['prefix_tokens']} tokens in common"
         ax.legend()
     x = "with the prefix cache [% of without]"
-    set_labels(ax, title, x, "", xlim=(0, 108))
+    lab.set_labels(ax, title, x, "", xlim=(0, 108))
 
 
-STUDY = Study(
+STUDY = lab.Study(
     CONFIGS,
     Result,
     run,
     plot,
     claims,
-    report.sheets,
+    lab.sheets,
     metrics,
     panels=(5, 2),
     size_inches=(3.4, 2.8),

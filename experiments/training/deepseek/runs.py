@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Float
 
+from experiments import lab
 from jaxkv import validation
 from jaxkv.models import Experts, LatentConfig, ModelConfig
-from jaxkv.progress import Progress
-from jaxkv.validation import AscendingInts, Choices, ConfigRecord, PositiveInt, Range
 from scaling import training
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, Corpus, CorpusConfig
 from scaling.training import (
@@ -39,7 +38,7 @@ DENSE: Kind = "MHA"
 FULL_BLOCK: Kind = "DeepSeek"
 
 
-class BlockShapes(ConfigRecord):
+class BlockShapes(lab.ConfigRecord):
     """Shape parameters of the models."""
 
     width: int = 64
@@ -80,35 +79,35 @@ class BlockShapes(ConfigRecord):
             )
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Models, training text, and served prompts."""
 
     shapes: BlockShapes = BlockShapes()
-    kinds: Annotated[tuple[Kind, ...], Choices(BLOCK_KINDS)] = BLOCK_KINDS
+    kinds: Annotated[tuple[Kind, ...], lab.Choices(BLOCK_KINDS)] = BLOCK_KINDS
     """Trained kinds."""
-    num_seeds: PositiveInt = 2
+    num_seeds: lab.PositiveInt = 2
     """Runs of each kind, with seeds 0, 1, ..., which also order the text."""
     corpus: CorpusConfig = STANDARD_LIBRARY
-    seq_len: PositiveInt = 128
-    batch_size: PositiveInt = 16
+    seq_len: lab.PositiveInt = 128
+    batch_size: lab.PositiveInt = 16
     """Windows per step."""
-    num_steps: Annotated[int, Range(10)] = 300
+    num_steps: Annotated[int, lab.Range(10)] = 300
     learning_rate: float = 2e-2
     """Peak learning rate of all models: the best of 0.005, 0.01, 0.02 and 0.04 for the
     MHA model after 150 steps. The first tenth of the steps is warm-up, the last 3
     tenths decay to zero."""
-    num_windows: Annotated[int, Range(2)] = 1024
+    num_windows: Annotated[int, lab.Range(2)] = 1024
     """Held-out windows that are scored."""
     num_prompts: int = 16
     """Held-out prompts, continued greedily by the models of seed 0."""
-    prompt_tokens: Annotated[int, Range(2)] = 32
-    output_tokens: PositiveInt = 96
+    prompt_tokens: Annotated[int, lab.Range(2)] = 32
+    output_tokens: lab.PositiveInt = 96
     """Tokens of each answer."""
-    num_drafts: PositiveInt = 3
+    num_drafts: lab.PositiveInt = 3
     """Drafts per step of the module for multi-token prediction."""
-    batches: AscendingInts = (1,)
+    batches: lab.AscendingInts = (1,)
     """Sequences that are served concurrently."""
-    rounds: PositiveInt = 7
+    rounds: lab.PositiveInt = 7
     """Rounds in which all served models alternate."""
     folder: str = ""
     """Folder of checkpoints to resume from; empty: not kept."""
@@ -254,7 +253,7 @@ def train_block_model(
     *,
     corpus: Corpus,
     num_windows: int,
-    progress: Progress,
+    progress: lab.Progress,
 ) -> TrainedModel | None:
     """Trains or resumes a model in a folder, and scores it.
 

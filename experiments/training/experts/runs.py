@@ -10,16 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from experiments import lab
 from jaxkv import models
 from jaxkv.models import Experts, ModelConfig, Params
-from jaxkv.validation import (
-    Ascending,
-    ConfigRecord,
-    Entries,
-    PositiveFloats,
-    PositiveInt,
-    Range,
-)
 from scaling import training
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, Corpus, CorpusConfig
 from scaling.sweeps import FinishedRun, Workers
@@ -60,14 +53,20 @@ class Shapes:
     """Trained tokens over the matrix parameters of the dense model of that width."""
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Models, training text and tuning."""
 
-    widths: Annotated[tuple[int, ...], Ascending(8, minimum=3)] = (16, 24, 32, 40, 48)
+    widths: Annotated[tuple[int, ...], lab.Ascending(8, minimum=3)] = (
+        16,
+        24,
+        32,
+        40,
+        48,
+    )
     """Hidden sizes, ascending multiples of 8; one pair of models each."""
     num_tuned: int = 2
     """Number of smallest widths at which both kinds try every learning rate."""
-    learning_rates: Annotated[PositiveFloats, Entries(1)] = (
+    learning_rates: Annotated[lab.PositiveFloats, lab.Entries(1)] = (
         6e-3,
         1.2e-2,
         2.4e-2,
@@ -80,12 +79,12 @@ class Config(ConfigRecord):
     """Number of smallest widths with a second seed."""
     shapes: Shapes = Shapes()
     corpus: CorpusConfig = STANDARD_LIBRARY
-    num_threads: PositiveInt = 2
+    num_threads: lab.PositiveInt = 2
     """Models trained concurrently, so that compilation overlaps with training. Results
     do not depend on it."""
-    num_windows: Annotated[int, Range(2)] = 512
+    num_windows: Annotated[int, lab.Range(2)] = 512
     """Held-out windows that are scored."""
-    num_resamples: Annotated[int, Range(2)] = 1000
+    num_resamples: Annotated[int, lab.Range(2)] = 1000
     """Resamples of the runs for intervals."""
 
     def __post_init__(self) -> None:
@@ -95,7 +94,7 @@ class Config(ConfigRecord):
             raise ValueError(f"widths={self.widths!r} must be multiples of 8")
         num_widths = len(self.widths)
         for name in ("num_tuned", "num_repeated"):
-            Range(0, num_widths).check(name, getattr(self, name))
+            lab.Range(0, num_widths).check(name, getattr(self, name))
         if len(self.learning_rates) != 1 and not self.num_tuned:
             raise ValueError("several learning rates need num_tuned of at least 1")
 

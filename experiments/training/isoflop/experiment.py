@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from experiments import lab
 from experiments.training.isoflop import drawing, held_out, prediction, report
 from experiments.training.isoflop.outcomes import (
     BestRates,
@@ -26,9 +27,6 @@ from experiments.training.isoflop.outcomes import (
     stack_frontiers,
 )
 from jaxkv.files import folder_or_temporary, write_atomically
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Study, dumps
-from jaxkv.validation import Entries, Range
 from scaling import sweeps
 from scaling.cli import FitConfig, fit_log, frontier_json, optimum_at
 from scaling.corpora import CorpusConfig
@@ -54,11 +52,11 @@ PREDICTION = "prediction.json"
 class Config(FamilySweep):
     """Sizes and budgets to fit, and the size of the held-out run."""
 
-    held_out_factor: Annotated[float, Range(1, ends="(]")] = 10.0
+    held_out_factor: Annotated[float, lab.Range(1, ends="(]")] = 10.0
     """Compute of the predicted run over the largest budget."""
-    bootstrap: Annotated[int, Range(2)] = 2000
+    bootstrap: Annotated[int, lab.Range(2)] = 2000
     """Resamples for intervals."""
-    level: Annotated[float, Range(0, 1, "()")] = 0.9
+    level: Annotated[float, lab.Range(0, 1, "()")] = 0.9
     """Probability of the intervals."""
     folder: str = ""
     """Folder of runs to resume a sweep from; empty: not kept."""
@@ -68,7 +66,7 @@ class Config(FamilySweep):
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        Entries(3).check("budgets", self.budgets)
+        lab.Entries(3).check("budgets", self.budgets)
         if self.keep_models and not self.folder:
             raise ValueError(f"keep_models={self.keep_models!r} needs a folder")
         _ = self.sweep  # validates the remaining fields
@@ -98,7 +96,7 @@ CONFIGS = {
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Trains, fits, predicts, and trains the predicted run.
 
     Runs that exist in the config's folder are resumed.
@@ -107,7 +105,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         return _run(config, folder, progress)
 
 
-def _run(config: Config, folder: Path, progress: Progress) -> Result:
+def _run(config: Config, folder: Path, progress: lab.Progress) -> Result:
     rows = _train(config, config.sweep, folder, progress)
     under_cosine = _train(config, cosine_sweep(config, rows), folder / COSINE, progress)
     progress.show("fitting")
@@ -148,12 +146,12 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     return Result(
         runs=(folder / "runs.jsonl").read_text("utf-8"),
         header=(folder / "sweep.json").read_text("utf-8"),
-        prediction=dumps(predicted),
-        held_out="" if truth.record is None else dumps(truth.record),
+        prediction=lab.dumps(predicted),
+        held_out="" if truth.record is None else lab.dumps(truth.record),
         held_out_flops=np.array([x for x, _ in truth.curve]),
         held_out_loss=np.array([y for _, y in truth.curve]),
         fit=fit,
-        cosine=dumps(
+        cosine=lab.dumps(
             {
                 "frontiers": [frontier_json(frontier) for frontier in by_cosine],
                 "log_ratios": cosine_ratios(rows, under_cosine, config.seeds[0]),
@@ -173,8 +171,8 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
 
 
 def _train(
-    config: Config, sweep: SweepConfig, folder: Path, progress: Progress
-) -> list[dict[str, Any]]:
+    config: Config, sweep: SweepConfig, folder: Path, progress: lab.Progress
+) -> list[lab.Row]:
     """Runs or resumes a sweep; returns the records of finished runs."""
     outcome = run_logged_sweep(sweep, folder, progress)
     if outcome.is_stopped:
@@ -187,7 +185,7 @@ def _train(
     return [row for row in outcome.records if row["status"] == "done"]
 
 
-def cosine_sweep(config: Config, rows: list[dict[str, Any]]) -> SweepConfig:
+def cosine_sweep(config: Config, rows: list[lab.Row]) -> SweepConfig:
     """Returns a sweep of every size and length, each with its own cosine schedule.
 
     The published envelope is of such curves: each ends at a decayed rate. There is one
@@ -211,7 +209,7 @@ def cosine_sweep(config: Config, rows: list[dict[str, Any]]) -> SweepConfig:
 
 
 def cosine_ratios(
-    rows: list[dict[str, Any]], under_cosine: list[dict[str, Any]], seed: int
+    rows: list[lab.Row], under_cosine: list[lab.Row], seed: int
 ) -> list[float]:
     """Returns the excess loss of a cosine schedule for each size and length.
 
@@ -233,7 +231,7 @@ def cosine_ratios(
 def _predict(
     config: Config,
     log: Log,
-    rows: list[dict[str, Any]],
+    rows: list[lab.Row],
     document: str,
     errors: dict[str, float],
 ) -> dict[str, Any]:
@@ -248,7 +246,7 @@ def _predict(
     )
     if path.exists():
         before = json.loads(path.read_text("utf-8"))
-        undated = json.loads(dumps({**prediction_document, "made_at": ""}))
+        undated = json.loads(lab.dumps({**prediction_document, "made_at": ""}))
         if {**before, "made_at": ""} == undated:
             return before
         if (log.source / held_out.HELD_OUT_FILE).exists():
@@ -256,7 +254,7 @@ def _predict(
                 f"{path}: was made from other runs or another config, and its truth is "
                 "known; choose another folder"
             )
-    write_atomically(path, dumps(prediction_document))
+    write_atomically(path, lab.dumps(prediction_document))
     return json.loads(path.read_text("utf-8"))
 
 
@@ -271,7 +269,7 @@ def files(result: Result) -> dict[str, str]:
     }
 
 
-STUDY = Study(
+STUDY = lab.Study(
     CONFIGS,
     Result,
     run,

@@ -11,10 +11,8 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
+from experiments import lab
 from jaxkv.models import Params
-from jaxkv.progress import Progress
-from jaxkv.report import Floats, Ints, ResultTable, column
-from jaxkv.validation import ConfigRecord, Entries, Range
 from scaling import training
 from scaling.corpora import LanguageConfig, code_lengths
 from scaling.sweeps import FinishedRun, Workers, open_on_device
@@ -36,7 +34,7 @@ _LANGUAGE = LanguageConfig(kind="kgram", num_tokens=2**21)
 _SOURCE = LanguageConfig(kind="zipf", num_tokens=2**19)
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Models, language and run lengths."""
 
     language: LanguageConfig = _LANGUAGE
@@ -62,9 +60,11 @@ class Config(ConfigRecord):
     """Held-out windows that score a run."""
     num_resamples: int = 1000
     """Resamples for the fits' intervals."""
-    counted: Annotated[tuple[int, ...], Entries(3)] = (*(2**n for n in range(9, 18)),)
+    counted: Annotated[tuple[int, ...], lab.Entries(3)] = (
+        *(2**n for n in range(9, 18)),
+    )
     """Text lengths in tokens for counting."""
-    repeats: Annotated[int, Range(2)] = 2000
+    repeats: Annotated[int, lab.Range(2)] = 2000
     """Counted texts of each length."""
     seed: int = 0
     """Seed of parameters and data order."""
@@ -92,16 +92,20 @@ class Config(ConfigRecord):
         return max(0, sees.get(self.language.kind, 1) - 1)
 
 
-class LanguageRuns(ResultTable):
+class LanguageRuns(lab.ResultTable):
     """Losses of runs on a language."""
 
-    width: Ints = column("hidden size")
-    num_params: Ints = column("parameters, embedding included")
-    num_tokens: Ints = column("trained tokens")
-    loss: Floats = column("held-out nats per token; NaN if the run diverged")
-    loss_se: Floats = column("standard error of the loss")
-    excess: Floats = column("loss less the code length of the language, same tokens")
-    excess_se: Floats = column("smaller than loss_se, since both share the text")
+    width: lab.Ints = lab.column("hidden size")
+    num_params: lab.Ints = lab.column("parameters, embedding included")
+    num_tokens: lab.Ints = lab.column("trained tokens")
+    loss: lab.Floats = lab.column("held-out nats per token; NaN if the run diverged")
+    loss_se: lab.Floats = lab.column("standard error of the loss")
+    excess: lab.Floats = lab.column(
+        "loss less the code length of the language, same tokens"
+    )
+    excess_se: lab.Floats = lab.column(
+        "smaller than loss_se, since both share the text"
+    )
 
 
 class LanguageScore(NamedTuple):
@@ -118,7 +122,7 @@ def train_language(
     widths: Sequence[int],
     lengths: Sequence[int],
     config: Config,
-    progress: Progress,
+    progress: lab.Progress,
 ) -> LanguageRuns:
     """Trains every width for every number of tokens, shortest first.
 

@@ -10,27 +10,23 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv.plotting import draw_curve, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, Study, column
-from jaxkv.validation import ConfigRecord, Range
+from experiments import lab
 from scaling import fits
 from scaling.laws import find_law
 
 SIGMA = 2.0
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Numbers of samples and of means."""
 
-    num_sizes: Annotated[int, Range(3)] = 40
+    num_sizes: Annotated[int, lab.Range(3)] = 40
     """Numbers of samples, evenly spaced in logarithm."""
     max_samples: int = 4096
     """Largest number of samples; the smallest is 4."""
-    num_means: Annotated[int, Range(2)] = 2000
+    num_means: Annotated[int, lab.Range(2)] = 2000
     """Means of each number of samples, over which squared errors are averaged."""
-    num_resamples: Annotated[int, Range(2)] = 1000
+    num_resamples: Annotated[int, lab.Range(2)] = 1000
     """Resamples for intervals."""
     seed: int = 0
     """Seed of the samples."""
@@ -51,18 +47,18 @@ CONFIGS = {
 }
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Errors by number of samples, and fitted laws."""
 
-    num_samples: np.ndarray = column("samples of each mean")
-    error: np.ndarray = column("mean squared error of the means")
-    slope: float = column("slope of ln error against ln n, by a power law")
-    slope_low: float = column("lower end of its 90 % interval")
-    slope_high: float = column("upper end of its 90 % interval")
-    sigma_squared: float = column("by the law with slope -1")
+    num_samples: np.ndarray = lab.column("samples of each mean")
+    error: np.ndarray = lab.column("mean squared error of the means")
+    slope: float = lab.column("slope of ln error against ln n, by a power law")
+    slope_low: float = lab.column("lower end of its 90 % interval")
+    slope_high: float = lab.column("upper end of its 90 % interval")
+    sigma_squared: float = lab.column("by the law with slope -1")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Draws exponential samples, which are far from normal, and fits the errors."""
     rng = np.random.default_rng(config.seed)
     sizes = np.unique(np.geomspace(4, config.max_samples, config.num_sizes).round())
@@ -89,21 +85,21 @@ def plot(ax: Any, result: Result) -> None:
     """Draws the errors and the law."""
     x = result.num_samples
     law = SIGMA**2 / result.num_samples
-    draw_curve(ax, x, law, 0, "variance / samples", marker="", linewidth=1)
-    draw_curve(ax, x, result.error, 5, "simulated", linestyle="")
+    lab.draw_curve(ax, x, law, 0, "variance / samples", marker="", linewidth=1)
+    lab.draw_curve(ax, x, result.error, 5, "simulated", linestyle="")
     title = f"The error falls with slope {result.slope:.3f} "
     title += f"({result.slope_low:.3f} to {result.slope_high:.3f})"
     y = "mean squared error [squared units]"
-    set_labels(ax, title, "sample size [samples]", y, xscale="log", yscale="log")
+    lab.set_labels(ax, title, "sample size [samples]", y, xscale="log", yscale="log")
     ax.legend()
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares slope and size of the error with the formula."""
     width = result.slope_high - result.slope_low
-    yield measured("slope", result.slope, tolerance=width if width > 0 else 0.0)
-    yield measured("size", result.sigma_squared)
+    yield lab.measured("slope", result.slope, tolerance=width if width > 0 else 0.0)
+    yield lab.measured("size", result.sigma_squared)
 
 
-STUDY = Study(CONFIGS, Result, run, plot, claims)
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims)

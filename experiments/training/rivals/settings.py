@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
+from experiments import lab
 from jaxkv.models import ModelConfig
-from jaxkv.validation import Ascending, ConfigRecord, PositiveInt, Range
 from scaling.corpora import STANDARD_LIBRARY, CorpusConfig
 from scaling.training import Architecture, OptimizerConfig, RecurrentConfig
 
@@ -106,7 +106,7 @@ def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
     return Side(name, model, _ADAM, _LEARNING_RATES)
 
 
-class Config(ConfigRecord):
+class Config(lab.ConfigRecord):
     """Sides, sizes and training lengths."""
 
     corpus: CorpusConfig = STANDARD_LIBRARY
@@ -126,22 +126,22 @@ class Config(ConfigRecord):
     """Head dimension of every transformer."""
     batch_size: int = 8
     """Windows per step."""
-    seq_len: Annotated[int, Range(4)] = 256
+    seq_len: Annotated[int, lab.Range(4)] = 256
     """Predictions per window."""
-    horizons: Annotated[tuple[int, ...], Ascending(5)] = (160, 240, 360, 540)
+    horizons: Annotated[tuple[int, ...], lab.Ascending(5)] = (160, 240, 360, 540)
     """Steps of the finished runs."""
     trial_steps: int = 100
     """Steps of a learning rate trial."""
     warmup_steps: int = 20
     """Warm-up steps of every run."""
-    num_windows: Annotated[int, Range(2)] = 256
+    num_windows: Annotated[int, lab.Range(2)] = 256
     """Held-out windows that are scored."""
-    num_resamples: Annotated[int, Range(2)] = 400
+    num_resamples: Annotated[int, lab.Range(2)] = 400
     """Resamples of the fits."""
-    seeds: Annotated[tuple[int, ...], Range(0)] = (0, 1)
+    seeds: Annotated[tuple[int, ...], lab.Range(0)] = (0, 1)
     """Seeds of parameters and data order, the same for every side. The learning rate is
     tuned with the first."""
-    num_threads: PositiveInt = 2
+    num_threads: lab.PositiveInt = 2
     """Pairs of side and size trained concurrently, since the steps of small models
     leave cores idle. Results do not depend on it."""
 
@@ -155,7 +155,7 @@ class Config(ConfigRecord):
         for name in self.sides:
             side(name, vocab_size=2, seq_len=1, head_dim=2)
         max_warmup = min(self.trial_steps, self.horizons[0])
-        Range(0, max_warmup).check("warmup_steps", self.warmup_steps)
+        lab.Range(0, max_warmup).check("warmup_steps", self.warmup_steps)
 
 
 CONFIGS = {
