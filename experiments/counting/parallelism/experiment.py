@@ -124,10 +124,22 @@ class SentBytes(lab.ResultTable):
 class Result(lab.ResultRecord):
     """Counts of all programs."""
 
-    ways: LayoutCosts = lab.column("a row per layout")
-    parts: SentBytes = lab.column("bytes by kind of parallelism")
-    num_layers: int = lab.column("layers of the whole model")
-    model: str = lab.column("name of the model")
+    ways: LayoutCosts = lab.column(
+        "a row per layout",
+        heading="one device in a training step, {0.model}, {0.num_layers} layers",
+        columns=(
+            *("layout", "devices", "params", "params_given"),
+            *("sent_bytes", "found_bytes", "flops_ratio"),
+        ),
+        note="Parameters and collectives of the program: extrapolated from programs of "
+        "one and two layers.",
+    )
+    parts: SentBytes = lab.column(
+        "bytes by kind of parallelism",
+        heading="bytes sent by a device, by the formulas",
+    )
+    num_layers: int = lab.column("layers of the whole model", is_shown=False)
+    model: str = lab.column("name of the model", is_shown=False)
 
 
 def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
@@ -162,32 +174,6 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
             )
             parts.append((words, scheme, *both))
     return Result(LayoutCosts.of(rows), SentBytes.of(parts), num_layers, config.model)
-
-
-def summary(result: Result) -> list[lab.ReportPart]:
-    """Tabulates parameters, traffic and operations of a device, and traffic by kind."""
-    model = f"{result.model}, {result.num_layers} layers"
-    return [
-        result.ways.sheet(
-            f"one device in a training step, {model}",
-            "layout",
-            "devices",
-            "params",
-            "params_given",
-            "sent_bytes",
-            "found_bytes",
-            "flops_ratio",
-            note="Parameters and collectives of the program: extrapolated from "
-            "programs of one and two layers.",
-        ),
-        result.parts.sheet(
-            "bytes sent by a device, by the formulas",
-            "layout",
-            "scheme",
-            "forward_bytes",
-            "backward_bytes",
-        ),
-    ]
 
 
 @CLAIMS.judge
@@ -239,4 +225,4 @@ def plot(ax: Any, result: Result) -> None:
     ax.legend()
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, claims, summary, size_inches=(6.8, 4.2))
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, size_inches=(6.8, 4.2))

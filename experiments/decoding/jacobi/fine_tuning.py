@@ -115,16 +115,28 @@ class ModelTable(lab.ResultTable):
 class Result(lab.ResultRecord):
     """Training curve, and both models' measurements."""
 
-    models: ModelTable = lab.column("before and after")
-    runs: on_text.DecodingRuns = lab.column("runs of the engine's drafter")
+    models: ModelTable = lab.column(
+        "before and after",
+        heading="before and after",
+        note="Blocks of held-out text; initial guesses repeat the token before. Bits "
+        "per byte on held-out text show the quality of the fine-tuned model: a model "
+        "that repeats one token finds every block in one step.",
+    )
+    runs: on_text.DecodingRuns = lab.column(
+        "runs of the engine's drafter",
+        heading=from_text.DRAFTER,
+        columns=("way", *from_text.DRAFTER_COLUMNS),
+        note="The same prompts, greedily, each model alternating with its own plain "
+        "decoding. The two models generate different texts.",
+    )
     trained: lab.Ints = lab.column("training step of each report", is_reported=False)
     loss: lab.Floats = lab.column(
         "consistency loss in nats per block token, mean since the last report",
         is_reported=False,
     )
-    num_records: int = lab.column("trained guesses", heading="guesses")
-    train_s: float = lab.column("wall-clock time of training")
-    device: str = lab.column("kind of device")
+    num_records: int = lab.column("trained guesses", heading="guesses", is_shown=False)
+    train_s: float = lab.column("wall-clock time of training", is_shown=False)
+    device: str = lab.column("kind of device", is_shown=False)
 
 
 def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
@@ -277,24 +289,6 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-NOTES = (
-    "Blocks of held-out text; initial guesses repeat the token before. Bits per byte "
-    "on held-out text show the quality of the fine-tuned model: a model that repeats "
-    "one token finds every block in one step.",
-    "The same prompts, greedily, each model alternating with its own plain decoding. "
-    "The two models generate different texts.",
-)
-
-
-def summary(result: Result) -> list[lab.ReportPart]:
-    """Returns tables of both models, and of the engine with each."""
-    sheets = [
-        result.models.sheet("before and after", note=NOTES[0]),
-        from_text.drafter_sheet(result.runs, result.device, "way", note=NOTES[1]),
-    ]
-    return [sheet for sheet in sheets if sheet.rows]
-
-
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares tokens with plain decoding, and the speed-up with CLLM's."""
@@ -332,4 +326,6 @@ def plot(axes: Any, result: Result) -> None:
     drawing.draw_speeds(engine, runs_by_name)
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, claims, summary, metrics, panels=(2, 2))
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, lab.sheets, metrics, panels=(2, 2)
+)

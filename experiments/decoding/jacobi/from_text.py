@@ -93,14 +93,33 @@ class BlockTrace(lab.ResultTable):
     fixed: lab.Ints = lab.column("length of the correct prefix")
 
 
+DRAFTER = "the engine's drafter, one sequence on {0.device}"
+DRAFTER_COLUMNS = (
+    *("num_drafts", "tokens_per_step", "cost", "speed", "num_tokens", "num_other"),
+)
+
+
 class Result(lab.ResultRecord):
     """Iterations of blocks, and runs of the engine."""
 
-    blocks: BlockTable = lab.column("by length and temperature")
-    picture: BlockTrace = lab.column("one block")
-    runs: on_text.DecodingRuns = lab.column("runs of the engine's drafter")
+    blocks: BlockTable = lab.column(
+        "by length and temperature",
+        heading="steps until a block is found",
+        note="A block starts from guesses of token 0 after the text of plain decoding. "
+        "Steps: iterations until the guesses stop changing. A model without "
+        "fine-tuning seldom predicts a token correctly after a wrong one, so blocks "
+        "take nearly as many steps as they have tokens.",
+    )
+    picture: BlockTrace = lab.column("one block", is_shown=False)
+    runs: on_text.DecodingRuns = lab.column(
+        "runs of the engine's drafter",
+        heading=DRAFTER,
+        columns=("temperature", *DRAFTER_COLUMNS),
+        note="The engine's window moves with the text and keeps later guesses. Times "
+        "as fast as plain decoding: tokens a step / relative cost of a step.",
+    )
     output_tokens: int = lab.column("tokens of each answer", is_reported=False)
-    device: str = lab.column("kind of device")
+    device: str = lab.column("kind of device", is_shown=False)
 
 
 def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
@@ -164,34 +183,6 @@ def _count_blocks(
     return (length, asks[0].temperature, *counts)
 
 
-NOTES = (
-    "A block starts from guesses of token 0 after the text of plain decoding. Steps: "
-    "iterations until the guesses stop changing. A model without fine-tuning seldom "
-    "predicts a token correctly after a wrong one, so blocks take nearly as many steps "
-    "as they have tokens.",
-    "The engine's window moves with the text and keeps later guesses. Times as fast as "
-    "plain decoding: tokens a step / relative cost of a step.",
-)
-
-
-def summary(result: Result) -> list[lab.ReportPart]:
-    """Returns tables of blocks and of the engine."""
-    sheets = [
-        result.blocks.sheet("steps until a block is found", note=NOTES[0]),
-        drafter_sheet(result.runs, result.device, "temperature", note=NOTES[1]),
-    ]
-    return [sheet for sheet in sheets if sheet.rows]
-
-
-def drafter_sheet(
-    runs: on_text.DecodingRuns, device: str, by: str, *, note: str
-) -> lab.Sheet:
-    """Returns a table of the engine's Jacobi drafter by draft length and `by`."""
-    columns = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
-    title = f"the engine's drafter, one sequence on {device}"
-    return runs.sheet(title, by, "num_drafts", *columns, note=note)
-
-
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares iterations with the theorem, and speeds with published ones."""
@@ -217,4 +208,4 @@ def plot(axes: Any, result: Result) -> None:
     drawing.draw_jacobi(axes, result.picture, result.blocks, result.runs)
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, claims, summary, panels=(2, 2))
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=(2, 2))

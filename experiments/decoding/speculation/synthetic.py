@@ -121,9 +121,16 @@ class TimedDrafts(IndependentDrafts):
 class Result(lab.ResultRecord):
     """Measured steps."""
 
-    priced: TimedDrafts = lab.column("by acceptance rate and draft length")
-    shape: str = lab.column("model shape")
-    device: str = lab.column("kind of device")
+    priced: TimedDrafts = lab.column(
+        "by acceptance rate and draft length",
+        heading="{0.shape}, one sequence on {0.device}",
+        note="Times as fast: tokens a step over step / plain step, the median of "
+        "alternating rounds. By theory: tokens by formula over the same measured cost. "
+        "Drafting costs no time here, so this is an upper bound at these acceptance "
+        "rates.",
+    )
+    shape: str = lab.column("model shape", is_shown=False)
+    device: str = lab.column("kind of device", is_shown=False)
 
 
 def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
@@ -177,21 +184,6 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     return Result(TimedDrafts.of(rows), config.shape, jax.devices()[0].device_kind)
 
 
-NOTE = (
-    "Times as fast: tokens a step over step / plain step, the median of alternating "
-    "rounds. By theory: tokens by formula over the same measured cost. Drafting costs "
-    "no time here, so this is an upper bound at these acceptance rates."
-)
-
-
-def summary(result: Result) -> list[lab.ReportPart]:
-    """Returns a table of all cases."""
-    if not len(result.priced):
-        return []
-    title = f"{result.shape}, one sequence on {result.device}"
-    return [result.priced.sheet(title, note=NOTE)]
-
-
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares tokens per step with the formula."""
@@ -208,4 +200,4 @@ def plot(axes: Any, result: Result) -> None:
     drawing.draw_priced(axes, result.priced)
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, claims, summary, panels=(1, 2))
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=(1, 2))

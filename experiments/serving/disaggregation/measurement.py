@@ -161,12 +161,23 @@ class CalibrationTimes(lab.ResultTable):
 class Result(lab.ResultRecord):
     """Latencies, costs and transfers."""
 
-    loads: MeasuredLoads = lab.column("by rate and placement")
-    costs: CalibrationTimes = lab.column("calibrated costs")
-    different: int = lab.column("answers that differ between the placements")
-    answers: int = lab.column("compared answers")
-    page_bytes: float = lab.column("sent bytes per token")
-    formula_bytes: float = lab.column("bytes of K and V per token by formula")
+    loads: MeasuredLoads = lab.column(
+        "by rate and placement",
+        heading="two workers, a core each",
+        note="{0.different} of {0.answers} answers differ between the placements. "
+        "Simulated: with costs calibrated on a single worker.",
+    )
+    costs: CalibrationTimes = lab.column(
+        "calibrated costs",
+        heading="calibrated: a single worker",
+        note="Bytes of a token in transferred pages: {0.page_bytes:,.0f} by the "
+        "workers, headers counted; {0.formula_bytes:,.0f} of keys and values, by the "
+        "formula.",
+    )
+    different: int = lab.column("differing answers", is_shown=False)
+    answers: int = lab.column("compared answers", is_shown=False)
+    page_bytes: float = lab.column("sent bytes per token", is_shown=False)
+    formula_bytes: float = lab.column("K and V per token by formula", is_shown=False)
 
 
 class OfferedLoad(NamedTuple):
@@ -389,26 +400,6 @@ def _simulated(
     return float(np.median(first)), float(np.median(between))
 
 
-def summary(result: Result) -> list[lab.ReportPart]:
-    """Returns tables of measured and simulated latencies, and of the calibration."""
-    return [
-        result.loads.sheet(
-            "two workers, a core each",
-            note=f"{result.different} of {result.answers} answers differ between the "
-            "placements. Simulated: with costs calibrated on a single worker.",
-        ),
-        result.costs.sheet("calibrated: a single worker"),
-        lab.Sheet(
-            "transferred pages",
-            ("", "bytes of a token"),
-            [
-                ("by the workers, headers counted", f"{result.page_bytes:,.0f}"),
-                ("keys and values, by the formula", f"{result.formula_bytes:,.0f}"),
-            ],
-        ),
-    ]
-
-
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares both placements with each other and with the simulator."""
@@ -474,7 +465,6 @@ STUDY = lab.Study(
     run,
     plot,
     claims,
-    summary,
     panels=(2, 1),
     size_inches=(6.8, 3.2),
     switch=("shares_served", True),

@@ -83,7 +83,7 @@ def test_claims_on_counts() -> None:
     judged = from_text.claims(block_result)
     assert [x.verdict for x in judged if x.ours >= 1] == ["fails"] * 3
     assert block_result.blocks.tokens_per_step[0] == pytest.approx(8 / 6.5)
-    assert len(from_text.summary(block_result)) == 2
+    assert len(from_text.STUDY.report_parts(block_result)) == 2
     assert smoke.draw(STUDY, block_result)
 
 
