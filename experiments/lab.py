@@ -18,6 +18,7 @@ from jaxkv.plotting import (
     SYSTEM_STYLES,
     TEXT_COLOR,
     Box,
+    Panels,
     annotate,
     colors,
     draw_arrow,

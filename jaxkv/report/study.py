@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxkv import files
-from jaxkv.plotting import PANEL_SIZE_INCHES
+from jaxkv.plotting import PANEL_SIZE_INCHES, Panels
 from jaxkv.report import parts, plain_json, tables
 from jaxkv.report.claims import Claim
 
@@ -27,9 +27,8 @@ class Study(NamedTuple):
       summary: returns the parts of the report before the claims; by default the tables
         declared by the result's columns, or else the metrics as tables.
       metrics: returns the numbers of a result for JSON.
-      panels: rows and columns of axes in the figure; `plot` gets an array of axes if
-        there are several.
-      size_inches: width and height of a panel.
+      panels: rows, columns and height of the figure's panels; `plot` gets an array of
+        axes if there are several.
       files: returns further files of a result, as text by name in `run_folder.FILES`.
       prepare: called before JAX initializes its devices, to change its settings.
       switch: name of a field and its truth value that select this study for an older
@@ -43,8 +42,7 @@ class Study(NamedTuple):
     claims: Callable[[Any], list[Claim]] = lambda result: []
     summary: Callable[[Any], Sequence[parts.ReportPart]] | None = None
     metrics: Callable[[Any], dict[str, Any]] = tables.metrics
-    panels: tuple[int, int] = (1, 1)
-    size_inches: tuple[float, float] = PANEL_SIZE_INCHES
+    panels: Panels = Panels(width_inches=PANEL_SIZE_INCHES[0])
     files: Callable[[Any], dict[str, str]] = lambda result: {}
     prepare: Callable[[], None] = lambda: None
     switch: tuple[str, bool] | None = None

@@ -366,6 +366,5 @@ STUDY = lab.Study(
     plot,
     summary=summary,
     metrics=functools.partial(split_details, names=tables.KEY_COLUMNS, details=DETAILS),
-    panels=(4, 1),
-    size_inches=(6.8, 2.9),
+    panels=lab.Panels(4, 1, 2.9),
 )

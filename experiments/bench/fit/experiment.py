@@ -268,5 +268,5 @@ STUDY = lab.Study(
     plot,
     summary=summary,
     metrics=functools.partial(split_details, names=("method",), details=DETAILS),
-    size_inches=(6.8, 2.8),
+    panels=lab.Panels(1, 1, 2.8),
 )

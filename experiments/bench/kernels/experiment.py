@@ -262,6 +262,5 @@ STUDY = lab.Study(
     plot,
     summary=summary,
     metrics=metrics,
-    panels=(2, 1),
-    size_inches=(6.8, 3.8),
+    panels=lab.Panels(2, 1, 3.8),
 )

@@ -405,6 +405,6 @@ STUDY = lab.Study(
     claims,
     summary,
     metrics,
-    size_inches=(6.8, 6.0),
+    panels=lab.Panels(1, 1, 6.0),
     prepare=prepare,
 )

@@ -267,5 +267,11 @@ def plot(ax: Any, result: list[lab.Row]) -> None:
 
 
 STUDY = lab.Study(
-    CONFIGS, list, run, plot, summary=summary, metrics=metrics, size_inches=(6.8, 2.8)
+    CONFIGS,
+    list,
+    run,
+    plot,
+    summary=summary,
+    metrics=metrics,
+    panels=lab.Panels(1, 1, 2.8),
 )

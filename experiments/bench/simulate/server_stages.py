@@ -343,4 +343,6 @@ def plot(ax: Any, result: Result) -> None:
     lab.set_labels(ax, title, "time of an answer [s]", "")
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, summary=summary, size_inches=(6.8, 2.8))
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, summary=summary, panels=lab.Panels(1, 1, 2.8)
+)

@@ -233,4 +233,4 @@ COUNT_NAMES = {
 """Labels of the quantities in the figure, if they differ from the keys."""
 
 
-STUDY = lab.Study(CONFIGS, list, run, plot, claims, summary, size_inches=(6.8, 3.2))
+STUDY = lab.Study(CONFIGS, list, run, plot, claims, summary, panels=lab.Panels(1, 1))

@@ -173,6 +173,5 @@ STUDY = lab.Study(
     claims,
     summary,
     metrics,
-    panels=(3, 1),
-    size_inches=(6.8, 3.0),
+    panels=lab.Panels(3, 1, 3.0),
 )

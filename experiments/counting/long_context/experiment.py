@@ -183,4 +183,4 @@ def plot(axes: Any, result: Result) -> None:
         ax.legend()
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=(1, 2))
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(1, 2))

@@ -225,4 +225,4 @@ def plot(ax: Any, result: Result) -> None:
     ax.legend()
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, claims, size_inches=(6.8, 4.2))
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(1, 1, 4.2))

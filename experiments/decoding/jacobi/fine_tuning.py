@@ -327,5 +327,5 @@ def plot(axes: Any, result: Result) -> None:
 
 
 STUDY = lab.Study(
-    CONFIGS, Result, run, plot, claims, lab.sheets, metrics, panels=(2, 2)
+    CONFIGS, Result, run, plot, claims, lab.sheets, metrics, panels=lab.Panels(2, 2)
 )

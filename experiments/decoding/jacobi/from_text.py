@@ -208,4 +208,4 @@ def plot(axes: Any, result: Result) -> None:
     drawing.draw_jacobi(axes, result.picture, result.blocks, result.runs)
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=(2, 2))
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(2, 2))

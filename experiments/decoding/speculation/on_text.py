@@ -328,6 +328,4 @@ def plot(axes: Any, result: Result) -> None:
     drawing.draw_speculation(axes, result.runs, result.coins, result.num_drafts)
 
 
-STUDY = lab.Study(
-    CONFIGS, Result, run, plot, claims, summary, panels=(2, 2), size_inches=(3.4, 3.2)
-)
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(2, 2))

@@ -200,4 +200,4 @@ def plot(axes: Any, result: Result) -> None:
     drawing.draw_priced(axes, result.priced)
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=(1, 2))
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(1, 2))

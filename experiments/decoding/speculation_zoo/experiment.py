@@ -247,5 +247,5 @@ def plot(axes: Any, result: Result) -> None:
 
 
 STUDY = lab.Study(
-    CONFIGS, Result, run, plot, claims, summary, panels=(2, 2), size_inches=(3.4, 4.6)
+    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(2, 2, 4.6)
 )

@@ -227,6 +227,4 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     yield lab.measured("remaining_hour", float(hourly.max()))
 
 
-STUDY = lab.Study(
-    CONFIGS, Result, run, plot, claims, panels=(1, 2), size_inches=(3.4, 3.6)
-)
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(1, 2, 3.6))

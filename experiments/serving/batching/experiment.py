@@ -292,13 +292,5 @@ def _draw_clients(ax: Any, latencies: ClientLatencies) -> None:
 
 
 STUDY = lab.Study(
-    CONFIGS,
-    Result,
-    run,
-    plot,
-    claims,
-    summary,
-    metrics,
-    panels=(4, 2),
-    size_inches=(3.4, 3.3),
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(4, 2, 3.3)
 )

@@ -173,13 +173,5 @@ def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
 
 
 STUDY = lab.Study(
-    CONFIGS,
-    list,
-    run,
-    plot,
-    claims,
-    summary,
-    metrics,
-    panels=(1, 2),
-    size_inches=(3.4, 3.4),
+    CONFIGS, list, run, plot, claims, summary, metrics, panels=lab.Panels(1, 2, 3.4)
 )

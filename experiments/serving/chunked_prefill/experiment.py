@@ -363,5 +363,5 @@ def _draw_capacities(ax: Any, rows: list[lab.Row]) -> None:
 
 
 STUDY = lab.Study(
-    CONFIGS, Result, run, plot, claims, summary, panels=(4, 1), size_inches=(6.8, 3.1)
+    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(4, 1, 3.1)
 )

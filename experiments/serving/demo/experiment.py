@@ -316,13 +316,5 @@ def serving_metrics(served: PolicyRecord) -> dict[str, Any]:
 
 
 STUDY = lab.Study(
-    CONFIGS,
-    Result,
-    run,
-    plot,
-    claims,
-    summary,
-    metrics,
-    panels=(3, 1),
-    size_inches=(6.8, 2.7),
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(3, 1, 2.7)
 )

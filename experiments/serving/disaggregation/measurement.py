@@ -465,7 +465,6 @@ STUDY = lab.Study(
     run,
     plot,
     claims,
-    panels=(2, 1),
-    size_inches=(6.8, 3.2),
+    panels=lab.Panels(2, 1),
     switch=("shares_served", True),
 )

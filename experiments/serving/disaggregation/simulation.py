@@ -347,4 +347,6 @@ def _draw_queues(ax: Any, queue_times: QueueTimes) -> None:
     ax.legend()
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, claims, summary, metrics, panels=(3, 2))
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(3, 2)
+)

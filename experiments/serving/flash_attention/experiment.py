@@ -291,12 +291,5 @@ def plot(axes: Any, result: Result) -> None:
 
 
 STUDY = lab.Study(
-    CONFIGS,
-    Result,
-    run,
-    plot,
-    claims,
-    metrics=metrics,
-    panels=(3, 1),
-    size_inches=(6.8, 2.9),
+    CONFIGS, Result, run, plot, claims, metrics=metrics, panels=lab.Panels(3, 1, 2.9)
 )

@@ -307,13 +307,5 @@ def _draw(
 
 
 STUDY = lab.Study(
-    CONFIGS,
-    Result,
-    run,
-    plot,
-    claims,
-    summary,
-    metrics,
-    panels=(2, 2),
-    size_inches=(3.4, 3.8),
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(2, 2, 3.8)
 )

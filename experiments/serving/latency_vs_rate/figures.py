@@ -203,7 +203,6 @@ STUDY = lab.Study(
     published.claims,
     summary,
     metrics,
-    panels=(7, 2),
-    size_inches=(3.4, 3.0),
+    panels=lab.Panels(7, 2, 3.0),
     switch=("traces", False),
 )

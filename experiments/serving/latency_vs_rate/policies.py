@@ -216,4 +216,4 @@ def plot(axes: Any, result: Result) -> None:
     lab.set_labels(right, title, "wait, 99th percentile [s]", "")
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, panels=(1, 2), size_inches=(3.4, 3.6))
+STUDY = lab.Study(CONFIGS, Result, run, plot, panels=lab.Panels(1, 2, 3.6))

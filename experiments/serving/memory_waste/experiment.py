@@ -326,13 +326,5 @@ def _counts(rows: np.ndarray) -> list[str]:
 
 
 STUDY = lab.Study(
-    CONFIGS,
-    Result,
-    run,
-    plot,
-    claims,
-    summary,
-    metrics,
-    panels=(2, 2),
-    size_inches=(3.4, 3.7),
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(2, 2, 3.7)
 )

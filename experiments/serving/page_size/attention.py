@@ -318,7 +318,6 @@ STUDY = lab.Study(
     plot,
     claims,
     metrics=metrics,
-    panels=(2, 1),
-    size_inches=(6.8, 3.6),
+    panels=lab.Panels(2, 1, 3.6),
     switch=("hours", False),
 )

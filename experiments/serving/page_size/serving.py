@@ -198,7 +198,6 @@ STUDY = lab.Study(
     run,
     plot,
     claims,
-    panels=(1, 2),
-    size_inches=(3.4, 3.6),
+    panels=lab.Panels(1, 2, 3.6),
     switch=("hours", True),
 )

@@ -238,5 +238,11 @@ def _uses(frames: Frames, frame: int) -> dict[int, int]:
 
 
 STUDY = lab.Study(
-    CONFIGS, Result, run, plot, claims, metrics=metrics, size_inches=drawing.SIZE_INCHES
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    metrics=metrics,
+    panels=lab.Panels(1, 1, *drawing.SIZE_INCHES[::-1]),
 )

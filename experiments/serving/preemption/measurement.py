@@ -446,7 +446,6 @@ STUDY = lab.Study(
     plot,
     claims,
     summary,
-    panels=(4, 1),
-    size_inches=(6.8, 2.9),
+    panels=lab.Panels(4, 1, 2.9),
     switch=("simulated_requests", False),
 )

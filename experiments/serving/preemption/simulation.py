@@ -356,7 +356,6 @@ STUDY = lab.Study(
     plot,
     claims,
     summary,
-    panels=(2, 2),
-    size_inches=(3.4, 3.7),
+    panels=lab.Panels(2, 2, 3.7),
     switch=("simulated_requests", True),
 )

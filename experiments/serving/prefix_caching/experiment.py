@@ -336,5 +336,5 @@ def _draw(ax: Any, load: dict[str, Any], rated: Any) -> None:
 
 
 STUDY = lab.Study(
-    CONFIGS, Result, run, plot, claims, summary, panels=(3, 1), size_inches=(6.8, 3.0)
+    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(3, 1, 3.0)
 )

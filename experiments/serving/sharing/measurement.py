@@ -348,7 +348,6 @@ STUDY = lab.Study(
     claims,
     lab.sheets,
     metrics,
-    panels=(5, 2),
-    size_inches=(3.4, 2.8),
+    panels=lab.Panels(5, 2, 2.8),
     switch=("num_simulated", False),
 )

@@ -373,6 +373,6 @@ STUDY = lab.Study(
     claims,
     lab.sheets,
     metrics,
-    panels=(2, 2),
+    panels=lab.Panels(2, 2),
     switch=("num_simulated", True),
 )

@@ -410,5 +410,5 @@ def _draw_speed(ax: Any, result: Result) -> None:
 
 
 STUDY = lab.Study(
-    CONFIGS, Result, run, plot, claims, summary, panels=(2, 2), size_inches=(3.4, 3.4)
+    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(2, 2, 3.4)
 )

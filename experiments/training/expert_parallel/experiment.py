@@ -431,13 +431,5 @@ def plot(axes: Any, result: Result) -> None:
 
 
 STUDY = lab.Study(
-    CONFIGS,
-    Result,
-    run,
-    plot,
-    claims,
-    summary,
-    metrics,
-    panels=(1, 2),
-    size_inches=(3.4, 3.6),
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(1, 2, 3.6)
 )

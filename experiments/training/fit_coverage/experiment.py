@@ -205,6 +205,4 @@ def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     return parts
 
 
-STUDY = lab.Study(
-    CONFIGS, list, run, plot, claims, summary, panels=(2, 1), size_inches=(6.8, 3.2)
-)
+STUDY = lab.Study(CONFIGS, list, run, plot, claims, summary, panels=lab.Panels(2, 1))

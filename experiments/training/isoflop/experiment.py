@@ -277,7 +277,6 @@ STUDY = lab.Study(
     report.claims,
     report.summary,
     report.metrics,
-    panels=(3, 2),
-    size_inches=(3.4, 3.9),
+    panels=lab.Panels(3, 2, 3.9),
     files=files,
 )

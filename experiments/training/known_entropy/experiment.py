@@ -279,12 +279,5 @@ def metrics(result: Result) -> dict[str, Any]:
 
 
 STUDY = lab.Study(
-    CONFIGS,
-    Result,
-    run,
-    plot,
-    claims,
-    metrics=metrics,
-    panels=(2, 1),
-    size_inches=(6.8, 3.6),
+    CONFIGS, Result, run, plot, claims, metrics=metrics, panels=lab.Panels(2, 1, 3.6)
 )

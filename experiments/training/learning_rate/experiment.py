@@ -229,13 +229,5 @@ def summary(result: Result) -> list[lab.ReportPart]:
 
 
 STUDY = lab.Study(
-    CONFIGS,
-    Result,
-    run,
-    plot,
-    claims,
-    summary,
-    metrics,
-    panels=(1, 2),
-    size_inches=(3.4, 3.8),
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(1, 2, 3.8)
 )

@@ -358,6 +358,5 @@ STUDY = lab.Study(
     claims,
     summary,
     metrics,
-    panels=(4, 1),
-    size_inches=(6.8, 2.9),
+    panels=lab.Panels(4, 1, 2.9),
 )

@@ -19,6 +19,7 @@ from jaxkv.plotting import (
     PURPLE,
     RED,
     SKY,
+    Panels,
     colors,
     draw_reference_line,
     set_labels,
@@ -304,8 +305,7 @@ STUDY = Study(
     plot=plot,
     metrics=metrics,
     summary=summary,
-    panels=(1, 2),
-    size_inches=(3.4, 4.0),
+    panels=Panels(1, 2, 4.0),
     files=files,
 )
 """Fits and predictions of a table of stages, as a run folder."""
