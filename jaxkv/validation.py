@@ -3,8 +3,8 @@
 Checks cover the type as well as the range: True is not a count, "5" is not a number,
 and 1.5 is not a number of pages. Accepted values are returned as Python numbers, so
 that callers may pass scalars of NumPy and JAX. NumPy and JAX are imported only by the
-checks that need them, because programs that only read configs also validate. Checks of
-a config take the config and the names of its fields, with dots for nested fields.
+checks that need them, because programs that only read configs also validate.
+`ConfigRecord` checks a config by the bounds in its annotations.
 """
 
 import dataclasses
@@ -13,14 +13,23 @@ import functools
 import importlib.util
 import inspect
 import math
+import operator
 import os
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -264,6 +273,134 @@ def check_fields(owner: "DataclassInstance", **bounds: int | tuple[int, int]) ->
             object.__setattr__(owner, field.name, value)
 
 
+class Range(NamedTuple):
+    """Interval of a number, or of every number of a tuple; metadata of `Annotated`.
+
+    Attributes:
+      low: lower end.
+      high: upper end.
+      ends: a bracket for each end: "[" or "]" includes it, "(" or ")" excludes it.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    ends: str = "[]"
+
+    def check(self, name: str, value: float | Sequence[float] | None) -> None:
+        """Raises a ValueError unless the value is None or in the interval."""
+        if value is None:
+            return
+        low, high, ends = self
+        entries = value if isinstance(value, Sequence) else (value,)
+        is_above = operator.ge if ends[0] == "[" else operator.gt
+        is_below = operator.le if ends[1] == "]" else operator.lt
+        if all(is_above(x, low) and is_below(x, high) for x in entries):
+            return
+        allowed = f"in {ends[0]}{low}, {high}{ends[1]}"
+        if high == math.inf:
+            allowed = f"{'at least' if ends[0] == '[' else 'above'} {low}"
+            allowed += "" if ends[1] == "]" else " and finite"
+        raise ValueError(f"{name}={format_value(value)} must be {allowed}")
+
+
+class Entries(NamedTuple):
+    """Smallest allowed number of entries of a tuple; metadata of `Annotated`."""
+
+    minimum: int
+
+    def check(self, name: str, values: Sequence[object]) -> None:
+        """Raises a ValueError if the tuple is too short."""
+        if len(values) < self.minimum:
+            raise ValueError(
+                f"{name}={format_value(values)} must be {self.minimum} or more"
+            )
+
+
+class Ascending(NamedTuple):
+    """Order of a tuple of numbers; metadata of `Annotated`.
+
+    Attributes:
+      low: smallest allowed number.
+      minimum: smallest allowed number of entries.
+      strictly: True if equal neighbours are refused.
+    """
+
+    low: float = -math.inf
+    minimum: int = 1
+    strictly: bool = True
+
+    def check(self, name: str, values: Sequence[float]) -> None:
+        """Raises a ValueError if the tuple is unordered, too short or too low."""
+        low, minimum, strictly = self
+        ordered = sorted({*values} if strictly else values) == [*values]
+        if len(values) >= minimum and ordered and all(x >= low for x in values):
+            return
+        order = "ascending" if strictly else "in order"
+        count = f"{minimum} or more, " if minimum > 1 else ""
+        start = f", from {low}" if low > -math.inf else ""
+        raise ValueError(f"{name}={format_value(values)} must be {count}{order}{start}")
+
+
+class Choices:
+    """Names that a tuple may have; metadata of `Annotated`."""
+
+    def __init__(self, allowed: Iterable[str], minimum: int = 0) -> None:
+        """Initializes the names, and the smallest allowed number of entries."""
+        self.allowed = [*allowed]
+        self.minimum = minimum
+
+    def check(self, name: str, values: Sequence[str]) -> None:
+        """Raises a ValueError if a name is unknown, or too few are listed."""
+        if len(values) < self.minimum or not {*values} <= {*self.allowed}:
+            quantifier = f"{self.minimum} or more of" if self.minimum else "of"
+            raise ValueError(
+                f"{name}={format_value(values)} must be {quantifier} {self.allowed}"
+            )
+
+
+PositiveInt = Annotated[int, Range(1)]
+NonNegativeInt = Annotated[int, Range(0)]
+PositiveFloat = Annotated[float, Range(0, ends="(]")]
+NonNegativeFloat = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+PositiveInts = Annotated[tuple[int, ...], Range(1)]
+PositiveFloats = Annotated[tuple[float, ...], Range(0, ends="(]")]
+Shares = Annotated[tuple[float, ...], Range(0, 1)]
+Sizes = Annotated[tuple[int, ...], Range(1), Entries(1)]
+AscendingInts = Annotated[tuple[int, ...], Ascending(1)]
+AscendingFloats = Annotated[tuple[float, ...], Ascending(0)]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class ConfigRecord:
+    """A config: a frozen keyword-only dataclass that checks the bounds of its fields.
+
+    Bounds are `Range`, `Entries`, `Ascending` and `Choices` in annotations:
+
+        class Config(ConfigRecord):
+            num_requests: PositiveInt = 24
+            rates: Annotated[tuple[float, ...], Ascending(0)] = (1.0, 2.0)
+
+    A subclass that checks relations between fields extends `__post_init__`. Bounds of
+    a base class hold for a subclass that replaces a default.
+
+    Raises:
+      ValueError: a field is out of its bounds; the message names the first such field.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Makes the subclass a dataclass."""
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        for kind in type(self).__mro__:  # a subclass may replace a default
+            for name, field in vars(kind).get("__dataclass_fields__", {}).items():
+                for bound in getattr(field.type, "__metadata__", ()):
+                    if isinstance(bound, Range | Entries | Ascending | Choices):
+                        bound.check(name, getattr(self, name))
+
+
 def checks_numbers[**P, R](
     **bounds: int | tuple[int, int] | str,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -353,101 +490,6 @@ def _interval(bounds: int | tuple[int, int] | str | None) -> tuple[float, float,
     if isinstance(bounds, int):
         return float(bounds), sys.float_info.max, f"at least {bounds} and finite"
     return math.ulp(0.0), sys.float_info.max, "above 0 and finite"
-
-
-def at_least(owner: object, *names: str, low: int | float = 1) -> None:
-    """Checks that fields of a config, numbers or tuples of numbers, are at least `low`.
-
-    Raises:
-      ValueError: a field is smaller or NaN; the message names the first such field.
-    """
-    _entries(owner, names, lambda x: x >= low, f"at least {low}")
-
-
-def above(
-    owner: object, *names: str, low: int | float = 0, finite: bool = False
-) -> None:
-    """Checks that fields of a config, numbers or tuples of numbers, exceed `low`.
-
-    If `finite`, infinity is refused too.
-
-    Raises:
-      ValueError: a field is `low`, less, or NaN; the message names the first such
-        field.
-    """
-    allowed = f"above {low}" + (" and finite" if finite else "")
-    _entries(owner, names, lambda x: x > low and (x < math.inf or not finite), allowed)
-
-
-def within(
-    owner: object, *names: str, low: int | float, high: int | float, ends: str = "[]"
-) -> None:
-    """Checks that fields of a config, numbers or tuples of numbers, are in an interval.
-
-    `ends` has a bracket for each end: "[" or "]" includes it, "(" or ")" excludes it.
-
-    Raises:
-      ValueError: a field is outside or NaN; the message names the first such field.
-    """
-
-    def inside(x: int | float) -> bool:
-        above_low = x >= low if ends[0] == "[" else x > low
-        return above_low and (x <= high if ends[1] == "]" else x < high)
-
-    _entries(owner, names, inside, f"in {ends[0]}{low}, {high}{ends[1]}")
-
-
-def ascending(
-    owner: object,
-    *names: str,
-    low: int | float = -math.inf,
-    minimum: int = 1,
-    strictly: bool = True,
-) -> None:
-    """Checks that fields of a config are ascending tuples of numbers.
-
-    Args:
-      owner: the config.
-      *names: names of the fields.
-      low: smallest allowed number.
-      minimum: smallest allowed number of entries.
-      strictly: True if equal neighbours are refused.
-
-    Raises:
-      ValueError: a field is not ascending, too short or below `low`; the message names
-        the first such field.
-    """
-    order = "ascending" if strictly else "in order"
-    count = f"{minimum} or more, " if minimum > 1 else ""
-    start = f", from {low}" if low > -math.inf else ""
-    for name in names:
-        values = attrgetter(name)(owner)
-        ordered = sorted({*values} if strictly else values) == [*values]
-        if len(values) < minimum or not ordered or not all(x >= low for x in values):
-            raise ValueError(
-                f"{name}={format_value(values)} must be {count}{order}{start}"
-            )
-
-
-def among(
-    owner: object, *names: str, allowed_values: Iterable[str], minimum: int = 0
-) -> None:
-    """Checks that fields of a config are tuples of known names.
-
-    `minimum` is the smallest allowed number of names.
-
-    Raises:
-      ValueError: a field has an unknown name or too few names; the message names the
-        first such field.
-    """
-    allowed = [*allowed_values]
-    for name in names:
-        values = attrgetter(name)(owner)
-        if len(values) < minimum or not {*values} <= {*allowed}:
-            quantifier = f"{minimum} or more of" if minimum else "of"
-            raise ValueError(
-                f"{name}={format_value(values)} must be {quantifier} {allowed}"
-            )
 
 
 def instance[T](name: str, value: object, *kinds: type[T]) -> T:
@@ -628,20 +670,6 @@ def _of_type(
         low, high, hint = _interval(bounds)
         return number(name, value, low=low, high=high, hint=hint)
     return instance(name, value, kind, *([type(None)] if ending else []))
-
-
-def _entries(
-    owner: object,
-    names: Sequence[str],
-    fits: Callable[[int | float], bool],
-    allowed: str,
-) -> None:
-    """Raises a ValueError for the first field with an entry that does not fit."""
-    for name in names:
-        value = attrgetter(name)(owner)
-        entries = value if isinstance(value, tuple | list) else (value,)
-        if not all(map(fits, entries)):
-            raise ValueError(f"{name}={format_value(value)} must be {allowed}")
 
 
 def _plain(value: object) -> Any:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -269,17 +268,10 @@ def metrics(result: Result) -> dict[str, Any]:
 @pytest.fixture
 def experiment() -> study.Experiment:
     """Returns a small experiment with all optional parts."""
-    module = types.SimpleNamespace(
-        Config=Config,
-        CONFIGS={"smoke": Config(), "paper": Config(num_points=9)},
-        run=run,
-        plot=plot,
-        claims=claims,
-        metrics=metrics,
-        PANELS=(1, 1),
-    )
+    configs = {"smoke": Config(), "paper": Config(num_points=9)}
     question = "Does a made-up experiment leave a whole folder?"
-    return study.Experiment("made_up", question, registry.studies_of(module))
+    only_study = study.Study(configs, Result, run, plot, claims, metrics=metrics)
+    return study.Experiment("made_up", question, (only_study,))
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ LAYERS = {
     ),
     "experiments": (
         "framework",
+        "lab",
         "harness",
         "cli",
         "training counting servers",

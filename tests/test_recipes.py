@@ -504,39 +504,31 @@ def test_new_law_is_fitted_and_allocates_a_budget() -> None:
 EXPERIMENT = '''
 """Do dice show 3.5 on average?"""
 
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import validation
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column
+from experiments import lab
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Sample size."""
 
-    num: int = 1000
-    """Number of throws, at least 1."""
-
-    def __post_init__(self) -> None:
-        validation.at_least(self, "num", low=1)
+    num: lab.PositiveInt = 1000
+    """Number of throws."""
 
 
 CONFIGS = {"smoke": Config()}
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Throws and their mean."""
 
-    faces: np.ndarray = column("of each throw")
-    mean: float = column("over all throws")
+    faces: np.ndarray = lab.column("of each throw")
+    mean: float = lab.column("over all throws")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     faces = np.random.default_rng(0).integers(1, 7, config.num)
     return Result(faces, float(faces.mean()))
 
@@ -545,10 +537,12 @@ def plot(ax, result: Result) -> None:
     ax.hist(result.faces)
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
-    yield measured("mean", result.mean)
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
+    yield lab.measured("mean", result.mean)
 
+
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims)
 '''
 CLAIMS = """
 [mean]

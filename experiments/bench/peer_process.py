@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from jaxkv.report import num_cpus
+from experiments import lab
 
 MAIN = Path(__file__).with_name("peer_main.py")
 
@@ -47,7 +47,7 @@ class PeerProcess:
         self._errors = tempfile.TemporaryFile("w+")
         try:
             self._process = subprocess.Popen(
-                [*map(str, (python, MAIN, *words, num_cpus()))],
+                [*map(str, (python, MAIN, *words, lab.num_cpus()))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxkv.plotting import SYSTEM_STYLES, system_style
+from experiments import lab
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,8 +35,10 @@ def draw_bars(
     The system of a name such as `jaxkv, 32 draws` is `jaxkv`.
     """
     for place, (name, value) in enumerate(zip(names, values, strict=True)):
-        system = name if name in SYSTEM_STYLES else name.partition(",")[0]
-        look = system_style(system if system in SYSTEM_STYLES else "plain Python")
+        system = name if name in lab.SYSTEM_STYLES else name.partition(",")[0]
+        look = lab.system_style(
+            system if system in lab.SYSTEM_STYLES else "plain Python"
+        )
         bar = ax.barh(place, value, 0.7, **look.bar)
         ax.bar_label(bar, [labels[place]], padding=3)
     ax.set_yticks(range(len(names)), names)

@@ -46,6 +46,7 @@ from jaxkv.report import (
     Verdict,
     from_plain,
 )
+from jaxkv.validation import ConfigRecord
 
 
 def judge(
@@ -154,8 +155,7 @@ def measured(
 type PublishedNumbers = float | tuple[float, float] | dict[str, PublishedNumbers]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClaimSpec:
+class ClaimSpec(ConfigRecord):
     """A claim as written in its file; texts may contain words in braces."""
 
     claim: str
@@ -193,11 +193,8 @@ class ClaimSpec:
     """True if a smoke run can judge the statement."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: fields are missing or contradict each other.
-        """
+        """Validates the fields."""
+        super().__post_init__()
         if isinstance(self.tolerance, str) and not _PERCENTAGE.fullmatch(
             self.tolerance
         ):

@@ -1,25 +1,19 @@
 """Registry of all experiments, readable without importing them.
 
-The entries are in `registry.toml`, one line each. The module of an experiment is its
-only study, or lists its studies: `STUDIES = (measured, simulated)`. A study is a module
-with the names that `Study` lists: `CONFIGS`, `run(config, progress)` with an annotated
-return type, `plot(axes, result)`, and optionally `claims`, `metrics`, `summary`,
-`files`, `prepare`, `PANELS`, `PANEL_SIZE_INCHES` and `SWITCH`.
+The entries are in `registry.toml`, one line each. The module of an experiment holds its
+`jaxkv.report.Study` as `STUDY`, or several as a tuple, `STUDIES`.
 """
 
 import functools
 import importlib
 import tomllib
-import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxkv.validation import format_unknown_name
 
 if TYPE_CHECKING:
-    from types import ModuleType, SimpleNamespace
-
-    from jaxkv.report import Experiment, Study
+    from jaxkv.report import Experiment
 
 
 class RegistryEntry(NamedTuple):
@@ -70,25 +64,6 @@ def load_experiment(name: str) -> "Experiment":
     from jaxkv.report import Experiment
 
     entry = find_entry(name)
-    studies = studies_of(importlib.import_module(entry.module))
+    names = vars(importlib.import_module(entry.module))
+    studies = names["STUDIES"] if "STUDIES" in names else (names["STUDY"],)
     return Experiment(entry.name, entry.question, studies)
-
-
-def studies_of(module: "ModuleType | SimpleNamespace") -> "tuple[Study, ...]":
-    """Returns the studies that a module lists, or the module as the only study."""
-    from jaxkv.report import Study
-
-    listed = getattr(module, "STUDIES", [module])
-    return tuple(x if isinstance(x, Study) else _of_functions(x) for x in listed)
-
-
-def _of_functions(module: "ModuleType | SimpleNamespace") -> "Study":
-    from jaxkv.report import Study
-
-    functions = ("plot", "claims", "metrics", "summary", "files", "prepare")
-    values = ("CONFIGS", "PANELS", "PANEL_SIZE_INCHES", "SWITCH")
-    # An imported module may share its name with a function, such as `files`.
-    attributes = {x: f for x in functions if callable(f := getattr(module, x, None))}
-    attributes |= {x.lower(): getattr(module, x) for x in values if hasattr(module, x)}
-    result = typing.get_type_hints(module.run)["return"]
-    return Study(result=result, run=module.run, **attributes)

@@ -1,13 +1,19 @@
 """Requests with real text: prompts from files that no model was trained on."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.sampling import Sampling
+from jaxkv.validation import (
+    Ascending,
+    ConfigRecord,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+)
 from scaling.corpora import STANDARD_LIBRARY, load_documents
 
 
@@ -35,46 +41,33 @@ def draw_ragged_lengths(
     return np.clip(lengths.round(), low, high).astype(int).tolist()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedConfig:
+class RaggedConfig(ConfigRecord):
     """Requests of ragged lengths that arrive together, and their engine."""
 
     model: str = "stdlib-bytes"
     """Folder, or name of a bundled model."""
-    num_requests: int = 48
+    num_requests: PositiveInt = 48
     """Requests, all submitted at the start."""
-    prompt_tokens: tuple[int, int] = (16, 192)
+    prompt_tokens: Annotated[tuple[int, int], Ascending(1, strictly=False)] = (16, 192)
     """Shortest and longest prompt, in tokens."""
-    output_tokens: tuple[int, int] = (16, 256)
+    output_tokens: Annotated[tuple[int, int], Ascending(1, strictly=False)] = (16, 256)
     """Smallest and largest limit on the tokens of an answer; it may end earlier."""
-    sigma: float = 0.9
+    sigma: NonNegativeFloat = 0.9
     """Standard deviation of the logarithm of both lengths."""
     temperature: float = 0.7
     """Sampling temperature."""
     top_p: float = 0.95
     """Probability mass of nucleus sampling."""
-    max_slots: int = 8
+    max_slots: PositiveInt = 8
     """Sequences that run concurrently."""
-    page_size: int = 16
+    page_size: PositiveInt = 16
     """Tokens per page."""
     token_budget: int = 64
     """Largest number of tokens in a step."""
-    steps_per_call: int = 16
+    steps_per_call: PositiveInt = 16
     """Steps per call to the device."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of lengths, prompts and sampling."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(self, "num_requests", "max_slots", "page_size")
-        validation.at_least(self, "steps_per_call")
-        validation.at_least(self, "sigma", "seed", low=0)
-        for name in ("prompt_tokens", "output_tokens"):
-            validation.ascending(self, name, low=1, strictly=False)
 
     @property
     def longest(self) -> int:

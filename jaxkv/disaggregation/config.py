@@ -1,8 +1,14 @@
 """Configuration of a router."""
 
-import dataclasses
+from typing import Annotated
 
-from jaxkv import validation
+from jaxkv.validation import (
+    ConfigRecord,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+)
 
 CLUSTER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -16,37 +22,25 @@ CLUSTER_ENVIRONMENT = {
 Ray reports no usage, and opens no port for metrics."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(ConfigRecord):
     """Timeouts and bounds of a router."""
 
-    heartbeat_s: float = 10.0
+    heartbeat_s: Annotated[float, Range(2, 3600)] = 10.0
     """Seconds without an answer to a poll after which a worker is lost; above the 1 s
     that a poll takes. Seconds in which the router's own process stalled do not count.
     """
-    start_timeout_s: float = 300.0
+    start_timeout_s: PositiveFloat = 300.0
     """Seconds within which a worker must load its model."""
-    max_attempts: int = 5
+    max_attempts: PositiveInt = 5
     """Attempts after which a request fails, at least 1."""
-    backoff_s: float = 0.05
+    backoff_s: PositiveFloat = 0.05
     """Seconds before the second attempt; doubled before each further one."""
-    max_restarts: int = 3
+    max_restarts: NonNegativeInt = 3
     """Consecutive failed starts after which a worker is not replaced any more, at least
     0."""
-    max_requests: int = 4096
+    max_requests: PositiveInt = 4096
     """Largest number of requests that are not complete."""
     deadline_s: float | None = None
     """Time limit in s of requests without their own; None for no limit."""
-    discover_s: float = 2.0
+    discover_s: PositiveFloat = 2.0
     """Seconds between searches for workers of other routers."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of its range.
-        """
-        validation.above(self, "start_timeout_s", "backoff_s", "discover_s")
-        validation.within(self, "heartbeat_s", low=2, high=3600)
-        validation.at_least(self, "max_attempts", "max_requests")
-        validation.at_least(self, "max_restarts", low=0)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxkv.plotting.style import (
         FONT_POINTS,
         PANEL_SIZE_INCHES,
+        Panels,
         annotate,
         draw_curve,
         draw_reference_line,

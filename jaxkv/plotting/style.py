@@ -8,7 +8,7 @@ and makes bar axes include zero.
 import io
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxkv.plotting import layout, systems
 from jaxkv.plotting.systems import colors as colors
@@ -65,6 +65,28 @@ STYLE: dict[str, Any] = {
     "ytick.labelsize": FONT_POINTS,
     "ytick.major.width": 0.8,
 }
+
+
+class Panels(NamedTuple):
+    """Grid of the panels of a figure.
+
+    Attributes:
+      rows: number of rows.
+      columns: number of columns.
+      height_inches: height of a panel.
+      width_inches: width of a panel; 0 divides the width of a page by the columns.
+    """
+
+    rows: int = 1
+    columns: int = 1
+    height_inches: float = PANEL_SIZE_INCHES[1]
+    width_inches: float = 0.0
+
+    @property
+    def size_inches(self) -> tuple[float, float]:
+        """Width and height of a panel."""
+        width = self.width_inches or PRINT_WIDTH_INCHES / self.columns
+        return width, self.height_inches
 
 
 def render_figure(

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         Ints,
         ResultRecord,
         ResultTable,
+        Row,
         Texts,
         column,
         computed_column,

@@ -323,8 +323,8 @@ def draw_figure(run: SavedRun) -> None:
     """Draws the figure of a run and its panels into its folder."""
     figures = render_figure(
         lambda axes: run.study.plot(axes, run.result),
-        panels=run.study.panels,
-        size_inches=run.study.panel_size_inches,
+        panels=run.study.panels[:2],
+        size_inches=run.study.panels.size_inches,
     )
     for old in run.folder.glob(PANELS):
         if old.name not in figures:  # panels of an earlier figure

@@ -1,11 +1,11 @@
 """Experiments as values: a question, and one or more studies that answer it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxkv import files
-from jaxkv.plotting import PANEL_SIZE_INCHES
+from jaxkv.plotting import PANEL_SIZE_INCHES, Panels
 from jaxkv.report import parts, plain_json, tables
 from jaxkv.report.claims import Claim
 
@@ -24,12 +24,11 @@ class Study(NamedTuple):
       run: function that does the work, `run(config, progress) -> result`.
       plot: draws a result on given axes.
       claims: returns the claims of a result.
-      metrics: returns the numbers of a result for JSON.
       summary: returns the parts of the report before the claims; by default the tables
         declared by the result's columns, or else the metrics as tables.
-      panels: rows and columns of axes in the figure; `plot` gets an array of axes if
-        there are several.
-      panel_size_inches: width and height of a panel.
+      metrics: returns the numbers of a result for JSON.
+      panels: rows, columns and height of the figure's panels; `plot` gets an array of
+        axes if there are several.
       files: returns further files of a result, as text by name in `run_folder.FILES`.
       prepare: called before JAX initializes its devices, to change its settings.
       switch: name of a field and its truth value that select this study for an older
@@ -41,10 +40,9 @@ class Study(NamedTuple):
     run: Callable[..., Any]
     plot: Callable[[Any, Any], None]
     claims: Callable[[Any], list[Claim]] = lambda result: []
+    summary: Callable[[Any], Sequence[parts.ReportPart]] | None = None
     metrics: Callable[[Any], dict[str, Any]] = tables.metrics
-    summary: Callable[[Any], list[parts.ReportPart]] | None = None
-    panels: tuple[int, int] = (1, 1)
-    panel_size_inches: tuple[float, float] = PANEL_SIZE_INCHES
+    panels: Panels = Panels(width_inches=PANEL_SIZE_INCHES[0])
     files: Callable[[Any], dict[str, str]] = lambda result: {}
     prepare: Callable[[], None] = lambda: None
     switch: tuple[str, bool] | None = None

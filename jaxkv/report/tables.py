@@ -32,6 +32,8 @@ from jaxtyping import Bool, Float, Int
 from jaxkv.report import parts, plain_json, units
 
 type Form = str | Callable[[Any], str]
+type Row = dict[str, Any]
+"""A row of a result: numbers and texts by name."""
 
 Floats = Float[np.ndarray, " rows"]
 Ints = Int[np.ndarray, " rows"]
@@ -49,9 +51,12 @@ class Column(NamedTuple):
       key: key in JSON; by default the name.
       of: reduction of the array of a row, such as `np.median`; by default the whole
         array.
-      note: sentence below the table, for a column that is a table.
+      note: sentence below the table, for a column that is a table. Heading and note of
+        a table are formats of the record: "one sequence on {0.device}".
+      columns: columns of a table that the report shows; by default all reported ones.
       is_reported: True if the value is part of JSON and of tables that do not name
         their columns.
+      is_shown: False if a reported value is left out of the report's text.
       prefix: prefix of the arrays of a nested table or record in a run folder; by
         default its name and a dot.
     """
@@ -61,7 +66,9 @@ class Column(NamedTuple):
     key: str = ""
     of: Callable[[np.ndarray], object] | None = None
     note: str = ""
+    columns: Sequence[str] = ()
     is_reported: bool = True
+    is_shown: bool = True
     prefix: str | None = None
 
 
@@ -255,11 +262,13 @@ def sheets(result: object) -> list[parts.ReportPart]:
     plain = []
     tables = []
     for name, declaration in declared.items():
-        if not declaration.is_reported:
+        if not (declaration.is_reported and declaration.is_shown):
             continue
         value = getattr(result, name)
         if isinstance(value, ResultTable):
-            sheet = value.sheet(declaration.heading or name, note=declaration.note)
+            title = (declaration.heading or name).format(result)
+            note = declaration.note.format(result)
+            sheet = value.sheet(title, *declaration.columns, note=note)
             tables += [sheet] if len(value) else []
         elif isinstance(value, ResultRecord):
             tables += sheets(value)

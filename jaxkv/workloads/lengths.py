@@ -9,12 +9,13 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv import validation
+from jaxkv.validation import ConfigRecord, Range
 
 MAX_TOKEN_COUNT = 2**29
 """Longest prompt or output in tokens, so that their sum is an int32."""
@@ -136,8 +137,7 @@ class Gamma:
 type LengthDistribution = Fixed | Uniform | LogNormal | Gamma
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair:
+class Pair(ConfigRecord):
     """Independent prompt and output lengths, conditioned on joint bounds.
 
     Pairs outside the bounds are rejected and drawn again. That would lower the means,
@@ -149,17 +149,12 @@ class Pair:
     """Distribution of the prompt length."""
     output: LengthDistribution
     """Distribution of the output length."""
-    max_prompt: int = MAX_TOKEN_COUNT
+    max_prompt: Annotated[int, Range(1, MAX_TOKEN_COUNT)] = MAX_TOKEN_COUNT
     """Largest prompt length."""
-    max_length: int = 2 * MAX_TOKEN_COUNT
+    max_length: Annotated[int, Range(2, 2 * MAX_TOKEN_COUNT)] = 2 * MAX_TOKEN_COUNT
     """Largest sum of prompt and output length."""
     keeps_means: bool = False
     """True if the accepted pairs have the means of `prompt` and `output`."""
-
-    def __post_init__(self) -> None:
-        """Validates the bounds."""
-        validation.within(self, "max_prompt", low=1, high=MAX_TOKEN_COUNT)
-        validation.within(self, "max_length", low=2, high=2 * MAX_TOKEN_COUNT)
 
     def draw(self, rng: np.random.Generator, num: int) -> Lengths:
         """Draws the lengths of requests.

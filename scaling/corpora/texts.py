@@ -4,7 +4,6 @@ Whole documents are held out, chosen by a hash of their names, so a file is on t
 side on every machine, for any set of other files.
 """
 
-import dataclasses
 import fnmatch
 import glob
 import hashlib
@@ -13,10 +12,10 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from jaxkv import validation
 from jaxkv.text import NUM_BYTES
+from jaxkv.validation import ConfigRecord, NonNegativeInt, Range
 
 END_TOKEN = NUM_BYTES
 """Last byte token: ends a document, and is the only token that is no byte."""
@@ -59,26 +58,25 @@ class Document(NamedTuple):
     text: bytes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CorpusConfig:
+class CorpusConfig(ConfigRecord):
     """A text corpus, its tokenizer, and its held-out share."""
 
     pattern: str = ""
     """Glob of text files (`**` matches folders); "" means Python's standard library,
     `documentation` the documentation folders of this machine."""
-    held_out: float = 0.05
+    held_out: Annotated[float, Range(0, 1, "()")] = 0.05
     """Share of documents that is held out, in (0, 1)."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     """Tokenizer; `bpe` learns byte pairs from the training side."""
     vocab_size: int = VOCAB_SIZE
     """Vocabulary size: 257 for bytes, in (257, 65536] for byte pairs."""
-    num_unique_tokens: int = 0
+    num_unique_tokens: NonNegativeInt = 0
     """Training repeats `num_unique_tokens` tokens; 0 means all. The order of documents
     is hashed, and a smaller number is the beginning of a larger one."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.within(self, "held_out", low=0, high=1, ends="()")
+        super().__post_init__()
         if self.tokenizer == "bytes" and self.vocab_size != VOCAB_SIZE:
             raise ValueError(
                 f"vocab_size={self.vocab_size} of bytes must be {VOCAB_SIZE}"
@@ -90,7 +88,6 @@ class CorpusConfig:
                 f"vocab_size={self.vocab_size} of byte pairs must be in "
                 f"({VOCAB_SIZE}, {MAX_VOCAB_SIZE}]"
             )
-        validation.at_least(self, "num_unique_tokens", low=0)
 
 
 STANDARD_LIBRARY = CorpusConfig()

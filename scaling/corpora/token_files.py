@@ -4,46 +4,43 @@ A `.bin` file has only token ids, little-endian, the format of nanoGPT; a `.npy`
 a NumPy array of one axis.
 """
 
-import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from jaxkv import validation
+from jaxkv.validation import ConfigRecord, NonNegativeFloat, NonNegativeInt, Range
 from scaling.corpora import streams
 
 _SCANNED = 2**24
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenFileConfig:
+class TokenFileConfig(ConfigRecord):
     """Token files and their vocabulary."""
 
     train: str
     """File of the tokens to train on, `.bin` or `.npy`."""
-    vocab_size: int
+    vocab_size: Annotated[int, Range(2)]
     """Upper bound of the token ids of all files."""
     held_out: str = ""
     """File of the held-out tokens; "" holds out the end of the training file."""
-    held_out_share: float = 0.05
+    held_out_share: Annotated[float, Range(0, 1, "()")] = 0.05
     """Share of the training file that is held out, in (0, 1)."""
     dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of a `.bin` file; a `.npy` file has its own."""
-    bytes_per_token: float = 0.0
+    bytes_per_token: NonNegativeFloat = 0.0
     """Mean bytes of text of a token, for bits per byte; 0 means unknown."""
-    num_unique_tokens: int = 0
+    num_unique_tokens: NonNegativeInt = 0
     """Training repeats the first `num_unique_tokens` tokens; 0 means all."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the fields."""
+        super().__post_init__()
         for path in filter(None, (self.train, self.held_out)):
             if Path(path).suffix not in (".bin", ".npy"):
                 raise ValueError(f"{path}: a file of tokens ends in .bin or .npy")
         validation.choice("dtype", self.dtype, ("uint16", "uint32"))
-        validation.at_least(self, "vocab_size", low=2)
-        validation.within(self, "held_out_share", low=0, high=1, ends="()")
-        validation.at_least(self, "bytes_per_token", "num_unique_tokens", low=0)
 
 
 def open_token_files(config: TokenFileConfig) -> streams.Corpus:

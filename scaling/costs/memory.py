@@ -7,11 +7,11 @@ arXiv:2205.05198, section 5. Stages in flight: Narayanan et al. 2021, arXiv:2104
 section 2.2.
 """
 
-import dataclasses
 from collections import Counter
 from typing import NamedTuple
 
 from jaxkv import validation
+from jaxkv.validation import ConfigRecord, NonNegativeInt
 from scaling.costs import activations as costs_activations
 from scaling.costs import parallelism, parameters
 from scaling.costs.activations import per_token
@@ -20,20 +20,15 @@ from scaling.costs.parallelism import Layout
 from scaling.shapes import ModelShape
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BytesPerParam:
+class BytesPerParam(ConfigRecord):
     """Bytes per parameter; the defaults are mixed-precision Adam's 16."""
 
-    weight: int = 2
-    gradient: int = 2
-    master: int = 4
+    weight: NonNegativeInt = 2
+    gradient: NonNegativeInt = 2
+    master: NonNegativeInt = 4
     """Bytes of the float32 copy that is updated; 0 if the weights are updated."""
-    moments: int = 8
+    moments: NonNegativeInt = 8
     """Bytes of Adam's two moments in float32; 0 for plain gradient descent."""
-
-    def __post_init__(self):
-        """Validates the fields."""
-        validation.at_least(self, "weight", "gradient", "master", "moments", low=0)
 
 
 MIXED = BytesPerParam()

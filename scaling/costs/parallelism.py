@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Annotated, Any
 
 from jaxkv import validation
+from jaxkv.validation import ConfigRecord, PositiveInt, Range
 from scaling.shapes import LatentAttention, ModelShape
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(ConfigRecord):
     """Degrees of parallelism; 1 means no division of that kind.
 
     Devices are `tensor x pipeline x ring x ulysses x data x pages`. Experts are divided
@@ -17,39 +17,37 @@ class Layout:
     `data x ring x ulysses`.
     """
 
-    tensor: int = 1
+    tensor: PositiveInt = 1
     """Tensor parallelism: heads, FFN columns and vocabulary are divided."""
     sequence: bool = False
     """True for Megatron's sequence parallelism: norms and dropout between
     tensor-parallel products are divided by sequence."""
-    pipeline: int = 1
+    pipeline: PositiveInt = 1
     """Pipeline parallelism: number of stages into which layers are divided."""
-    ulysses: int = 1
+    ulysses: PositiveInt = 1
     """DeepSpeed-Ulysses: the sequence is divided; attention exchanges it for heads."""
-    ring: int = 1
+    ring: PositiveInt = 1
     """Ring attention: the sequence is divided; keys and values pass round the ring."""
-    pages: int = 1
+    pages: PositiveInt = 1
     """Decode context parallelism, for serving only: every page is divided, each device
     attends over its part, and the states are merged."""
-    expert: int = 1
+    expert: PositiveInt = 1
     """Expert parallelism: experts are divided."""
-    capacity: float | None = None
+    capacity: Annotated[float | None, Range(0, ends="(]")] = None
     """GShard's capacity factor: largest number of rows that a device sends to an
     expert, over the even share; further choices are dropped. None: no limit."""
     gather: bool = False
     """True if devices that divide experts gather all their tokens, instead of sending
     each token to its experts."""
-    data: int = 1
+    data: PositiveInt = 1
     """Data parallelism: batches are divided."""
     zero: int = 0
     """ZeRO stage: data-parallel devices divide 1 optimizer state, 2 also gradients, 3
     also weights (Rajbhandari et al. 2019, arXiv:1910.02054)."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the degrees."""
-        validation.at_least(
-            self, "tensor", "pipeline", "ulysses", "ring", "expert", "data", "pages"
-        )
+        super().__post_init__()
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero={self.zero} must be 0, 1, 2 or 3")
         if self.sequence and self.tensor == 1:
@@ -57,8 +55,6 @@ class Layout:
                 "sequence (sp) divides the sequence over the devices of tensor (tp), "
                 "and tensor=1: ulysses or ring divide it without"
             )
-        if self.capacity is not None:
-            validation.above(self, "capacity")
         how = [x for x in ("capacity", "gather") if getattr(self, x)]
         if how and self.expert == 1:
             raise ValueError(f"{how[0]} is for expert parallelism, and expert=1")

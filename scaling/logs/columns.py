@@ -4,13 +4,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv import validation
 from jaxkv.files import RawTable
+from jaxkv.validation import ConfigRecord, Range
 from scaling.logs import rules
 from scaling.logs.rules import parse_number as parse
 
@@ -88,8 +88,7 @@ COLUMN_FLAGS = {meaning: f"--{field}" for meaning, field in FIELDS.items()}
 """Fields of `LogColumns` and flags of the command line, by meaning."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LogColumns:
+class LogColumns(ConfigRecord):
     """Columns of a log by meaning, with units; "" searches by name."""
 
     n: str = ""
@@ -104,19 +103,20 @@ class LogColumns:
     """Column that identifies the run of a row, if runs have several rows."""
     others: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Columns of further inputs of laws, by the input; `COLUMN*UNIT` scales one."""
-    n_unit: float = 1.0
+    n_unit: Annotated[float, Range(0, ends="()")] = 1.0
     """Parameters of a 1 in the file; `d_unit` and `c_unit` are the same for D and C."""
-    d_unit: float = 1.0
-    c_unit: float = 1.0
-    loss_unit: float = 1.0
+    d_unit: Annotated[float, Range(0, ends="()")] = 1.0
+    c_unit: Annotated[float, Range(0, ends="()")] = 1.0
+    loss_unit: Annotated[float, Range(0, ends="()")] = 1.0
     """Nats per token of a 1 in the file, ln 2 for bits."""
     count: Count = "total"
     """Parameters that `n` counts; selects the column in a sweep of this package."""
 
     def __post_init__(self) -> None:
+        """Validates the fields."""
+        super().__post_init__()
         if self.count not in get_args(Count):
             raise ValueError(f"count={self.count!r} must be one of {get_args(Count)}")
-        validation.above(self, "n_unit", "d_unit", "c_unit", "loss_unit", finite=True)
 
 
 class ColumnRoles(NamedTuple):

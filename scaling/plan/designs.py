@@ -12,12 +12,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jaxkv import validation
+from jaxkv.validation import ConfigRecord, Range
 from scaling.costs import Attention, count_parameters, training_step_flops
 from scaling.laws import AMOUNTS, AMOUNTS_FROM_0
 from scaling.shapes import HeadAttention, ModelShape
@@ -31,22 +32,17 @@ _SIZE_TOLERANCE = 0.05
 """Largest relative distance of a number of parameters from the grid."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DesignFamily:
+class DesignFamily(ConfigRecord):
     """Common properties of all designs of a search."""
 
-    vocab_size: int = 32_000
-    sequence: int = 4096
+    vocab_size: Annotated[int, Range(1, _MAX_VOCABULARY)] = 32_000
+    sequence: Annotated[int, Range(1, _MAX_VOCABULARY)] = 4096
     """Tokens of a training sequence; determines attention's operations."""
     tie_embeddings: bool = False
     count: Count = "total"
     """Convention for N."""
     attention: Attention = "full"
     """Convention for pairs of query and key."""
-
-    def __post_init__(self):
-        """Validates the sizes."""
-        validation.within(self, "vocab_size", "sequence", low=1, high=_MAX_VOCABULARY)
 
 
 class Design(NamedTuple):

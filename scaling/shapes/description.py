@@ -13,27 +13,26 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from jaxkv import validation
+from jaxkv.validation import ConfigRecord, NonNegativeInt, PositiveInt, Range
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadAttention:
+class HeadAttention(ConfigRecord):
     """Multi-head, grouped-query or multi-query attention."""
 
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_q_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
     """Size of a head; n d need not be the hidden size (Qwen3, Gemma)."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
     """RMS norm over head_dim of every query and key (Qwen3, Gemma 3)."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the head counts."""
-        validation.at_least(self, "num_q_heads", "num_kv_heads", "head_dim")
+        super().__post_init__()
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads} must be a multiple of "
@@ -61,30 +60,22 @@ class HeadAttention:
         return 2 * self.num_kv_heads * self.head_dim
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class LatentAttention(ConfigRecord):
     """Multi-head latent attention: keys and values are projections of one short vector.
 
     Source: DeepSeek-AI 2024, DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
 
-    num_q_heads: int
-    q_rank: int | None
+    num_q_heads: PositiveInt
+    q_rank: Annotated[int | None, Range(1)]
     """Width of the compressed query; None for queries without compression."""
-    kv_rank: int
+    kv_rank: PositiveInt
     """Width of the latent that is cached instead of K and V."""
-    nope_dim: int
+    nope_dim: PositiveInt
     """Part of a query or key head without positions."""
-    rope_dim: int
+    rope_dim: PositiveInt
     """Rotary part of a query head; all heads share one rotary key."""
-    value_dim: int
-
-    def __post_init__(self):
-        """Validates the widths."""
-        names = ("num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
-        validation.at_least(self, *names)
-        if self.q_rank is not None and self.q_rank < 1:
-            raise ValueError(f"q_rank={self.q_rank} must be at least 1, or None")
+    value_dim: PositiveInt
 
     @property
     def num_kv_heads(self) -> int:
@@ -107,42 +98,39 @@ class LatentAttention:
         return self.kv_rank + self.rope_dim
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MixtureShape:
+class MixtureShape(ConfigRecord):
     """Mixture of experts: a token uses `top_k` routed experts, and all shared ones."""
 
-    num_experts: int
-    top_k: int
-    size: int
+    num_experts: PositiveInt
+    top_k: PositiveInt
+    size: PositiveInt
     """FFN width of a routed expert."""
-    shared_size: int = 0
+    shared_size: NonNegativeInt = 0
     """FFN width of all shared experts together."""
     shared_gate: bool = False
     """True if a number per token, from h weights, scales the shared part (Qwen2)."""
     gate_bias: bool = False
     """True if routing adds a correction to each expert's score (DeepSeek-V3)."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the counts."""
-        validation.at_least(self, "num_experts", "top_k", "size")
+        super().__post_init__()
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k={self.top_k} must be at most num_experts={self.num_experts}"
             )
-        validation.at_least(self, "shared_size", low=0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class ModelShape(ConfigRecord):
     """Shape of a decoder-only transformer."""
 
     name: str
     """Name in tables; does not affect the shape."""
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_layers: PositiveInt
     attention: HeadAttention | LatentAttention
-    mlp_size: int
+    mlp_size: PositiveInt
     """FFN width of the dense layers."""
     gated: bool = True
     """True if an MLP has a gate next to its up projection: three matrices, not two."""
@@ -152,23 +140,21 @@ class ModelShape:
     """Mask of the layers with experts; empty: all if there are experts, else none."""
     norm: Literal["rms", "layer"] = "rms"
     """Kind of norm; a layer norm has a bias in addition to its scale."""
-    norms_per_layer: int = 2
+    norms_per_layer: PositiveInt = 2
     """Norms over the hidden size; 4 if the branches' outputs have norms (Gemma 2)."""
-    position_rows: int = 0
+    position_rows: NonNegativeInt = 0
     """Rows of a table of learned positions; 0 with rotary ones."""
     windows: tuple[int | None, ...] = ()
     """Window of each layer, None for all tokens; empty: no layer has a window."""
     tie_embeddings: bool = False
-    num_ahead_layers: int = 0
+    num_ahead_layers: NonNegativeInt = 0
     """Layers for multi-token prediction, in addition to `num_layers` (DeepSeek-V3)."""
     max_positions: int | None = None
     """Longest sequence of the model, if known."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the sizes, and expands per-layer fields to one entry per layer."""
-        names = ("vocab_size", "hidden_size", "num_layers", "mlp_size")
-        validation.at_least(self, *names, "norms_per_layer")
-        validation.at_least(self, "position_rows", "num_ahead_layers", low=0)
+        super().__post_init__()
         per_layer = {
             "mixture_layers": self.mixture_layers or (self.experts is not None,),
             "windows": self.windows or (None,),

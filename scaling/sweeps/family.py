@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxkv import validation
 from jaxkv.models import ModelConfig
+from jaxkv.validation import ConfigRecord
 from scaling import training
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, CorpusConfig
 from scaling.laws import AMOUNTS
@@ -48,8 +49,7 @@ def nearest_shape(num_params: float, *, num_layers: int, seq_len: int) -> ModelC
     return min(shapes, key=off)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FamilySweep:
+class FamilySweep(ConfigRecord):
     """A sweep of widths by budgets for one family of models."""
 
     widths: tuple[int, ...]

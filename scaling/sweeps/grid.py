@@ -10,9 +10,19 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from jaxkv import validation
+from jaxkv.validation import (
+    Ascending,
+    ConfigRecord,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Share,
+)
 from scaling.corpora import STANDARD_LIBRARY, AnyCorpus
 from scaling.costs import ParameterCounts
 from scaling.training import (
@@ -28,47 +38,48 @@ ADAMW = OptimizerConfig(kind="adamw")
 """AdamW with the default settings of `OptimizerConfig`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SweepConfig:
+class SweepConfig(ConfigRecord):
     """A grid of runs, and their mode of execution."""
 
     models: tuple[Architecture, ...]
     """Configs of the models."""
     corpus: AnyCorpus = STANDARD_LIBRARY
     optimizer: OptimizerConfig = ADAMW
-    budgets: tuple[float, ...] = ()
+    budgets: Annotated[tuple[float, ...], Range(0, ends="()")] = ()
     """Exact FLOPs of the runs; each model is trained for each budget within the limits
     below."""
-    num_tokens: tuple[int, ...] = ()
+    num_tokens: Annotated[tuple[int, ...], Range(0, ends="()")] = ()
     """Tokens of the runs; each model is trained for each of these, too."""
-    learning_rates: tuple[float, ...] = (3e-3,)
+    learning_rates: Annotated[tuple[float, ...], Range(0, ends="()"), Ascending()] = (
+        3e-3,
+    )
     """Peak rates for a model of `base_width`, in equal ratios, tried in every cell."""
-    base_width: int = 32
+    base_width: PositiveInt = 32
     rate_exponent: float = 1.0
     """A model of width h has the rates times (base_width / h) to this power."""
-    max_extensions: int = 2
+    max_extensions: NonNegativeInt = 2
     """Most rates added to the grid for a cell whose best rate is at the edge."""
     seeds: tuple[int, ...] = (0,)
     """The first seed is for every run; further ones repeat the best run of cells of the
     first `num_repeated` models."""
-    num_repeated: int = 0
-    batch_size: int = 8
+    num_repeated: NonNegativeInt = 0
+    batch_size: PositiveInt = 8
     """Windows per step."""
-    seq_len: int = 64
+    seq_len: PositiveInt = 64
     """Predictions per window."""
-    warmup_steps: int = 50
+    warmup_steps: NonNegativeInt = 50
     """Steps of linear warm-up, the same for every run."""
     schedule: Literal["stable", "cosine"] = "stable"
     """Learning rate schedule. `stable`: constant after the warm-up, so that runs of one
     model and rate share a trunk, then linear to zero. `cosine`: half a cosine over the
     run, so that runs share only the warm-up."""
-    cooldown: float = 0.4
+    cooldown: Share = 0.4
     """Share of a run's steps in which a stable rate falls."""
-    min_steps: int = 200
+    min_steps: NonNegativeInt = 200
     """Cells of fewer steps are skipped."""
     tokens_per_param: tuple[float, float] = (0.0, math.inf)
     """Cells outside this range are skipped."""
-    num_eval_windows: int = 1024
+    num_eval_windows: PositiveInt = 1024
     """Held-out windows, the same for every model."""
     keep_models: bool = False
     """True to keep the trained models, as folders that the engine serves."""
@@ -78,34 +89,24 @@ class SweepConfig:
     both, and the folder keeps the choice."""
     ray_address: str = ""
     """Address of a running cluster; "" uses this machine's, started if necessary."""
-    cpus_per_run: float = 1.0
+    cpus_per_run: PositiveFloat = 1.0
     """CPUs of the cluster for a run."""
-    gpus_per_run: float = 0.0
+    gpus_per_run: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         """Validates the grid."""
+        super().__post_init__()
         if not self.models:
             raise ValueError(f"models={self.models!r} must name a model")
         if not (self.budgets or self.num_tokens):
             raise ValueError("budgets or num_tokens must not be empty")
-        validation.above(self, "budgets", "num_tokens", "learning_rates", finite=True)
-        validation.ascending(self, "learning_rates")
         if not self.seeds or len({*self.seeds}) < len(self.seeds):
             raise ValueError(f"seeds={self.seeds!r} must be different ones")
-        validation.at_least(
-            self, "base_width", "batch_size", "seq_len", "num_eval_windows"
-        )
-        validation.at_least(
-            self, "max_extensions", "num_repeated", "warmup_steps", "min_steps", low=0
-        )
-        validation.within(self, "cooldown", low=0, high=1)
         low, high = self.tokens_per_param
         if not 0 <= low < high:
             raise ValueError(
                 f"tokens_per_param={self.tokens_per_param!r} must rise from 0 or more"
             )
-        validation.above(self, "cpus_per_run")
-        validation.at_least(self, "gpus_per_run", low=0)
         for model in self.models:
             if self.seq_len > model.max_positions:
                 raise ValueError(

@@ -14,9 +14,8 @@ Source: Kou et al. 2024, arXiv:2403.00835 (consistency large language models), e
 answers, which preserves its distribution.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,29 +25,23 @@ from jaxtyping import Array, Float, Int, UInt
 
 from jaxkv import validation
 from jaxkv.models import Params
+from jaxkv.validation import ConfigRecord, NonNegativeFloat, PositiveInt, Range
 from scaling.costs import Layout
 from scaling.training import architectures, objectives
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Consistency(objectives.TrainingObjective):
+class Consistency(objectives.TrainingObjective, ConfigRecord):
     """Training objective of consistency, for `train` with a stream of records."""
 
-    prompt_tokens: int = 64
+    prompt_tokens: PositiveInt = 64
     """Tokens of text before each block."""
-    block_tokens: int = 32
+    block_tokens: PositiveInt = 32
     """Tokens of each block."""
-    text_tokens: int = 256
+    text_tokens: Annotated[int, Range(2)] = 256
     """Tokens of the further text, at least 2."""
-    text_weight: float = 4.0
+    text_weight: NonNegativeFloat = 4.0
     """Weight of the loss of text relative to that of consistency: a smaller weight
     makes decoding faster and predictions of text worse."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "prompt_tokens", "block_tokens")
-        validation.at_least(self, "text_tokens", low=2)
-        validation.at_least(self, "text_weight", low=0)
 
     @property
     def of_records(self) -> bool:

@@ -10,11 +10,10 @@ arXiv:2503.01840, section 3.2; distributions as labels, Hinton et al. 2015,
 arXiv:1503.02531, section 2.
 """
 
-import dataclasses
 import functools
 import math
 import time
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jaxkv import models, validation
 from jaxkv.models import Params, run_sequences
 from jaxkv.progress import QUIET, Progress
 from jaxkv.speculation import EagleConfig, HeadsConfig, head_logits, unroll_drafts
+from jaxkv.validation import ConfigRecord, PositiveInt, Range
 from scaling.corpora import Corpus, draw_windows
 from scaling.training import optimizers
 from scaling.training.recipes import LearningRateSchedule, TrainConfig
@@ -33,21 +33,15 @@ type HeadsState = tuple[Params, PyTree[Array]]
 """Parameters of heads, and moments of the optimizer."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadRecipe:
+class HeadRecipe(ConfigRecord):
     """Training settings of draft heads."""
 
     run: TrainConfig
     """Corpus, optimizer and schedule; its model is the target model."""
-    depth: int = 4
+    depth: PositiveInt = 4
     """Number of successive guesses to train; for Medusa, the number of its heads."""
-    decay: float = 0.8
+    decay: Annotated[float, Range(0, 1, "(]")] = 0.8
     """Ratio of the loss weights of successive guesses."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "depth")
-        validation.within(self, "decay", low=0, high=1, ends="(]")
 
 
 class TargetOutput(NamedTuple):

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv import validation
 from jaxkv.models import TENSOR, ModelConfig, Params, own_words
+from jaxkv.validation import ConfigRecord, NonNegativeFloat
 from scaling.corpora import END_TOKEN, Document, count_bytes, encode_documents
 from scaling.costs import Layout
 from scaling.training import architectures, transformer_rows
@@ -201,8 +202,7 @@ class NextToken(TrainingObjective):
 NEXT_TOKEN = NextToken()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MultiTokenPrediction(TrainingObjective):
+class MultiTokenPrediction(TrainingObjective, ConfigRecord):
     """Next-token loss, and the losses of the modules for multi-token prediction (MTP).
 
     The modules are those of `ModelConfig.num_ahead_layers`; module k predicts token i +
@@ -213,13 +213,9 @@ class MultiTokenPrediction(TrainingObjective):
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2, equations 21 to 25.
     """
 
-    weight: float = 0.3
+    weight: NonNegativeFloat = 0.3
     """Weight of the modules' mean loss; in DeepSeek-V3 0.3 for 10T tokens, then 0.1
     (section 4.2), which are two runs, the second with `train(..., start=)`."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "weight", low=0)
 
     @property
     def of_records(self) -> bool:

@@ -3,54 +3,52 @@
 Plain values; `train` and `step` use them.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from jaxkv import validation
 from jaxkv.models import Params, is_selection_bias
+from jaxkv.validation import (
+    ConfigRecord,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Share,
+)
 from scaling.corpora import STANDARD_LIBRARY, AnyCorpus
 from scaling.costs import Layout
 from scaling.training import architectures, meshes
 from scaling.training.transformer_rows import ONE
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(ConfigRecord):
     """Optimizer settings; the learning rate is in `LearningRateSchedule`."""
 
     kind: Literal["muon", "adamw", "sgd", "adafactor", "lion"] = "muon"
     """`muon`: Muon for the layers' matrices, AdamW for other parameters; `sgd`: with
     momentum, without dampening."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Range(0, 1, "[)")] = 0.9
     """AdamW's decay of the mean gradient; Lion's weight of it in an update."""
-    beta2: float = 0.95
+    beta2: Annotated[float, Range(0, 1, "[)")] = 0.95
     """AdamW's decay of the mean square gradient; Lion's of the mean gradient."""
-    momentum: float = 0.95
+    momentum: Annotated[float, Range(0, 1, "[)")] = 0.95
     """Muon's decay of the mean gradient, and SGD's of its sum."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of the layers' matrices, times the learning rate."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Largest norm of the gradient of all parameters; infinite for no clipping."""
 
-    def __post_init__(self):
-        """Validates the settings."""
-        validation.within(self, "beta1", "beta2", "momentum", low=0, high=1, ends="[)")
-        validation.at_least(self, "weight_decay", low=0)
-        validation.above(self, "max_grad_norm")
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepConfig:
+class StepConfig(ConfigRecord):
     """Settings of a step for speed and memory; the result changes by rounding only."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the forward and backward pass; parameters and moments are float32."""
-    accumulation: int = 1
+    accumulation: PositiveInt = 1
     """Gradient accumulation: pieces of a device's batch that are computed one after
     another; micro-batches of a pipeline. Load-balancing losses are those of a piece."""
     remat: bool = False
@@ -61,9 +59,9 @@ class StepConfig:
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Pipeline schedule, see `pipeline`."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the settings."""
-        validation.at_least(self, "accumulation")
+        super().__post_init__()
         if self.remat and self.layout.pipeline > 1:
             raise ValueError(
                 f"remat={self.remat!r} must be False with pipeline stages, which "
@@ -99,20 +97,19 @@ class StepConfig:
 PLAIN_STEP = StepConfig()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(ConfigRecord):
     """One training run: model, corpus, and all that determines the result."""
 
     model: architectures.Architecture
     corpus: AnyCorpus = STANDARD_LIBRARY
     optimizer: OptimizerConfig = OptimizerConfig()
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Windows per step."""
-    seq_len: int = 256
+    seq_len: PositiveInt = 256
     """Predictions per window."""
-    num_steps: int = 1000
+    num_steps: PositiveInt = 1000
     """Last step of the run; steps of a run that it started from count."""
-    learning_rate: float = 3e-3
+    learning_rate: PositiveFloat = 3e-3
     """Peak of the learning rate schedule."""
     warmup_steps: int = 100
     """Steps of linear warm-up from zero to the peak."""
@@ -120,23 +117,22 @@ class TrainConfig:
     """Last steps, of linear decay; a cosine decays over all steps after the warm-up."""
     schedule: Literal["stable", "cosine"] = "stable"
     """`stable`: warm-up, constant, cool-down; `cosine`: half a cosine after warm-up."""
-    final_share: float = 0.0
+    final_share: Share = 0.0
     """Share of the peak at which the schedule ends."""
     how: StepConfig = PLAIN_STEP
     """Settings of the computation of a step."""
     seed: int = 0
     """Seed of the initial parameters and of the order of the corpus."""
-    report_every: int = 10
+    report_every: PositiveInt = 10
     """Steps per compiled call, and per line of the curve."""
-    checkpoint_every: int = 100
+    checkpoint_every: PositiveInt = 100
     """Steps between checkpoints, the most that a killed run loses."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the fields."""
-        counts = ("batch_size", "seq_len", "num_steps", "report_every")
-        validation.at_least(self, *counts, "checkpoint_every")
-        part = ("warmup_steps", "cooldown_steps")
-        validation.within(self, *part, low=0, high=self.num_steps)
+        super().__post_init__()
+        for name in ("warmup_steps", "cooldown_steps"):
+            Range(0, self.num_steps).check(name, getattr(self, name))
         self.how.check(self.batch_size)
         layout = self.how.layout
         meshes.check_trainable(self.model, layout, sequence_length=self.seq_len)
@@ -149,8 +145,6 @@ class TrainConfig:
             raise ValueError(
                 f"optimizer.kind={self.optimizer.kind!r} must have {layout.zero=} 0"
             )
-        validation.within(self, "final_share", low=0, high=1)
-        validation.above(self, "learning_rate")
         if self.seq_len > self.model.max_positions:
             raise ValueError(
                 f"seq_len={self.seq_len} must be at most "

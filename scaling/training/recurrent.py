@@ -11,7 +11,6 @@ Zaremba et al. 2014 (arXiv:1409.2329, section 3) write it; Cho et al. 2014
 cuDNN and PyTorch.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Literal
@@ -21,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxkv import models, validation
+from jaxkv import models
 from jaxkv.models import ModelConfig, Params
+from jaxkv.validation import ConfigRecord, PositiveInt
 from scaling.costs import ParameterCounts, Place, Weight, count_weights
 
 NUM_GATES = {"lstm": 4, "gru": 3}
@@ -30,15 +30,14 @@ NUM_GATES = {"lstm": 4, "gru": 3}
 PyTorch)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecurrentConfig:
+class RecurrentConfig(ConfigRecord):
     """Shape of a recurrent language model; hashable, so a static argument."""
 
-    vocab_size: int
-    hidden_size: int
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
     """Size of embeddings and of states."""
-    num_layers: int
-    max_positions: int
+    num_layers: PositiveInt
+    max_positions: PositiveInt
     """Longest intended sequence; the model does not depend on it."""
     kind: Literal["lstm", "gru"] = "lstm"
     norm: Literal["none", "layer"] = "layer"
@@ -47,12 +46,6 @@ class RecurrentConfig:
     residual: bool = True
     """True if a layer's output is added to its input, as in a transformer."""
     tie_embeddings: bool = True
-
-    def __post_init__(self):
-        """Validates the sizes."""
-        validation.at_least(
-            self, "vocab_size", "hidden_size", "num_layers", "max_positions"
-        )
 
 
 type Architecture = ModelConfig | RecurrentConfig

@@ -133,14 +133,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "bench_kernels": [({"num_calls": 1}, "num_calls=1")],
     "bench_launches": [
-        ({"num_layers": ()}, "num_layers=() must be depths of at least 1"),
-        ({"num_layers": (2, 0)}, "must be depths of at least 1"),
+        ({"num_layers": ()}, "num_layers=() must be 1 or more"),
+        ({"num_layers": (2, 0)}, "num_layers=(2, 0) must be at least 1"),
         ({"max_slots": 0}, "max_slots=0 must be at least 1"),
         ({"head_dim": 96}, "head_dim=96"),
         ({"num_kv_heads": 3}, "num_kv_heads=3"),
     ],
     "bench_device": [
-        ({"only": ("sleep",)}, "only='sleep' must be"),
+        ({"only": ("sleep",)}, "only=('sleep',) must be of"),
         ({"max_s": 0.0}, "max_s=0.0 must be above 0"),
     ],
     "bench_simulate": [({"num_python": 9}, "num_python=9 must be in [1, ")],
@@ -224,12 +224,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"widths": (16, 24)}, "must be 3 or more, ascending"),
         ({"widths": (12, 24, 32)}, "must be multiples of 8"),
         ({"num_tuned": 0}, "need num_tuned of at least 1"),
-        ({"learning_rates": ()}, "must be one or more"),
+        ({"learning_rates": ()}, "must be 1 or more"),
         ({"num_threads": 0}, "must be at least 1"),
     ],
     "fit_coverage": [
-        ({"sizes": (5,)}, "must be numbers of at least 10"),
-        ({"num_resamples": 19}, "at least 20"),
+        ({"sizes": (5,)}, "sizes=(5,) must be at least 10"),
+        ({"num_resamples": 19}, "must be at least 20"),
     ],
     "flash_attention": [
         ({"lengths": (4,)}, "lengths=(4,) must be 2 or more, ascending, from 1"),

@@ -1,79 +1,89 @@
 """Validation of fields of configs: accepted values, and errors."""
 
+import dataclasses
 import math
 import re
-from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 
-from jaxkv import validation
 from jaxkv.engine import EngineConfig
-
-CONFIG = SimpleNamespace(
-    count=3,
-    none=0,
-    share=0.5,
-    whole=1.0,
-    nan=math.nan,
-    inf=math.inf,
-    sizes=(1, 2, 4),
-    equal=(2, 2),
-    falling=(3, 2),
-    empty=(),
-    inner=SimpleNamespace(top=0),
+from jaxkv.validation import (
+    Ascending,
+    AscendingInts,
+    Choices,
+    ConfigRecord,
+    Entries,
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+    Share,
 )
 
 
-def test_valid_fields_are_accepted():
-    validation.at_least(CONFIG, "count", "sizes", "empty")
-    validation.at_least(CONFIG, "none", "inner.top", low=0)
-    validation.above(CONFIG, "share", "sizes", "inf")
-    validation.within(CONFIG, "share", "none", "whole", low=0, high=1)
-    validation.within(CONFIG, "share", low=0, high=1, ends="()")
-    validation.ascending(CONFIG, "sizes", low=1, minimum=3)
-    validation.ascending(CONFIG, "equal", low=1, strictly=False)
+class Limits(ConfigRecord):
+    """A config with a bound of each kind."""
+
+    count: PositiveInt = 3
+    share: Share = 0.5
+    rate: Annotated[float, Range(0, ends="()")] = 1.0
+    inner: Annotated[float, Range(0, 1, "(]")] = 1.0
+    limit: Annotated[int | None, Range(2)] = None
+    sizes: AscendingInts = (1, 2, 4)
+    pair: Annotated[tuple[int, int], Ascending(1, strictly=False)] = (2, 2)
+    weights: Annotated[tuple[float, ...], Range(0), Entries(2)] = (0.0, 1.0)
+    levels: Annotated[tuple[float, ...], Ascending(minimum=3)] = (-1.0, 0.0, 1.0)
+    names: Annotated[tuple[str, ...], Choices({"a": 1, "b": 2}, minimum=1)] = ("a",)
+    text: str = ""
+
+
+class Narrower(Limits):
+    """A config with a further field and a relation."""
+
+    top: NonNegativeInt = 0
+    count: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Range(0, self.count).check("top", self.top)
+
+
+def test_valid_fields_are_accepted() -> None:
+    config = Narrower(limit=2, sizes=(3,), weights=(0, math.inf), top=3)
+    assert config == dataclasses.replace(config)
+    assert hash(config) == hash(dataclasses.replace(config))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.top = 2  # ty: ignore[invalid-assignment]
 
 
 @pytest.mark.parametrize(
-    ("check", "name", "how", "line"),
+    ("name", "value", "line"),
     [
-        ("at_least", "none", {}, "none=0 must be at least 1"),
-        ("at_least", "nan", {}, "nan=nan must be at least 1"),
-        ("at_least", "inner.top", {"low": 0.5}, "inner.top=0 must be at least 0.5"),
-        ("at_least", "sizes", {"low": 2}, "sizes=(1, 2, 4) must be at least 2"),
-        ("above", "none", {}, "none=0 must be above 0"),
-        ("above", "nan", {}, "nan=nan must be above 0"),
-        ("above", "inf", {"finite": True}, "inf=inf must be above 0 and finite"),
-        ("within", "count", {"low": 0, "high": 1}, "count=3 must be in [0, 1]"),
-        (
-            "within",
-            "whole",
-            {"low": 0, "high": 1, "ends": "()"},
-            "whole=1.0 must be in (0, 1)",
-        ),
-        (
-            "within",
-            "none",
-            {"low": 0, "high": 1, "ends": "(]"},
-            "none=0 must be in (0, 1]",
-        ),
-        ("within", "nan", {"low": 0, "high": 1}, "nan=nan must be in [0, 1]"),
-        ("ascending", "falling", {}, "falling=(3, 2) must be ascending"),
-        ("ascending", "equal", {"low": 1}, "equal=(2, 2) must be ascending, from 1"),
-        (
-            "ascending",
-            "falling",
-            {"low": 1, "strictly": False},
-            "falling=(3, 2) must be in order, from 1",
-        ),
-        ("ascending", "empty", {}, "empty=() must be ascending"),
-        ("ascending", "sizes", {"minimum": 4}, "sizes=(1, 2, 4) must be 4 or more, "),
-        ("ascending", "sizes", {"low": 2}, "must be ascending, from 2"),
+        ("count", 0, "count=0 must be at least 1"),
+        ("count", math.nan, "count=nan must be at least 1"),
+        ("share", 1.5, "share=1.5 must be in [0, 1]"),
+        ("share", math.nan, "share=nan must be in [0, 1]"),
+        ("rate", 0, "rate=0 must be above 0 and finite"),
+        ("rate", math.inf, "rate=inf must be above 0 and finite"),
+        ("inner", 0.0, "inner=0.0 must be in (0, 1]"),
+        ("limit", 1, "limit=1 must be at least 2"),
+        ("sizes", (1, 4, 2), "sizes=(1, 4, 2) must be ascending, from 1"),
+        ("sizes", (2, 2), "sizes=(2, 2) must be ascending, from 1"),
+        ("sizes", (), "sizes=() must be ascending, from 1"),
+        ("sizes", (0, 1), "sizes=(0, 1) must be ascending, from 1"),
+        ("pair", (3, 2), "pair=(3, 2) must be in order, from 1"),
+        ("weights", (1.0,), "weights=(1.0,) must be 2 or more"),
+        ("weights", (1.0, -1.0), "weights=(1.0, -1.0) must be at least 0"),
+        ("levels", (1.0,), "levels=(1.0,) must be 3 or more, ascending"),
+        ("names", (), "names=() must be 1 or more of ['a', 'b']"),
+        ("names", ("c",), "names=('c',) must be 1 or more of ['a', 'b']"),
+        ("top", 4, "top=4 must be in [0, 3]"),
+        ("top", -1, "top=-1 must be at least 0"),
     ],
 )
-def test_invalid_field_is_named(check, name, how, line):
+def test_invalid_field_is_named(name: str, value: object, line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)):
-        getattr(validation, check)(CONFIG, name, **how)
+        dataclasses.replace(Narrower(), **{name: value})
 
 
 def test_a_former_spelling_is_read_with_a_warning() -> None:

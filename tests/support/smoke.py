@@ -130,8 +130,8 @@ def draw(study: Study, result: Any) -> dict[str, bytes]:
     """Renders the files of a figure from a result without a folder."""
     return render_figure(
         lambda axes: study.plot(axes, result),
-        panels=study.panels,
-        size_inches=study.panel_size_inches,
+        panels=study.panels[:2],
+        size_inches=study.panels.size_inches,
     )
 
 

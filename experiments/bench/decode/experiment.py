@@ -13,7 +13,6 @@ time to read weights, K and V once, at the read bandwidth measured in the same r
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 import statistics
@@ -25,12 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import lab
 from experiments.bench import peer_process
 from experiments.bench.decode import parts, tables
 from experiments.bench.decode.jaxkv_engine import JaxkvEngine, TurnTiming
-from experiments.bench.decode.tables import DecodeRow
-from experiments.bench.decode.tables import plot as plot
-from experiments.bench.decode.tables import summary as summary
+from experiments.bench.decode.tables import DecodeRow, plot, summary
 from experiments.bench.tables import split_details
 from experiments.harness import (
     load_benchmark_model,
@@ -38,10 +36,8 @@ from experiments.harness import (
     measure_in_turns,
     median_and_spread,
 )
-from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel, save_model
-from jaxkv.progress import QUIET, Progress
 from pallas_kernels import devices
 from pallas_kernels.bench import Ceilings, measure_ceilings
 from scaling.costs import kv_bytes_per_token
@@ -56,58 +52,47 @@ MAX_PREFILL_TOKENS = 1024
 """Largest number of prompt tokens in a batch for which `READS` tokens are compared."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Model and workload, and the peers."""
 
     model: str = "random-135m"
     """A folder, a bundled model, or a shape with random weights: random-135m
     (SmolLM2-135M), random-8b (Llama-3-8B) or random-tiny."""
-    batch: tuple[int, ...] = (1, 8, 32)
+    batch: lab.Sizes = (1, 8, 32)
     """Batch sizes; each gives separate rows."""
-    contexts: tuple[int, ...] = (128, 768, 2048)
+    contexts: lab.Sizes = (128, 768, 2048)
     """Context lengths in tokens at the start of decoding; each gives separate rows."""
-    prompt_tokens: int = 0
+    prompt_tokens: lab.NonNegativeInt = 0
     """A single context length that replaces `contexts`; 0 uses `contexts`."""
-    prefill_tokens: int = 4096
+    prefill_tokens: lab.NonNegativeInt = 4096
     """Largest number of prompt tokens in a batch for which prefill is timed."""
     output_tokens: int = 128
     """Tokens that every sequence decodes in a turn, more than those of one call."""
-    turn_s: float = 2.0
+    turn_s: lab.PositiveFloat = 2.0
     """Time limit of decoding in a turn, in s; at least one call runs."""
     parts: bool = True
     """Also measure the parts of a decode step, without speculation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and pages of jaxkv; peers compute in float32."""
-    page_size: int = 16
+    page_size: lab.PositiveInt = 16
     """Tokens per page."""
     token_budget: int = 512
     """Largest number of rows in a prefill step."""
     speculate: Literal["ngram", "jacobi", "early-exit"] | None = None
     """Speculative method of jaxkv; the tokens are the same."""
-    drafts: int = 3
+    drafts: lab.PositiveInt = 3
     """Draft tokens per step with speculation."""
-    steps_per_call: int = 16
+    steps_per_call: lab.PositiveInt = 16
     """Steps per call to the device."""
-    rounds: int = 3
+    rounds: lab.PositiveInt = 3
     """Turns of every engine."""
     peer_python: Path | None = None
     """Python interpreter with transformers, or llama_cpp and gguf, or all of them;
     these engines are timed on the same weights."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(self, "page_size", "steps_per_call", "rounds", "drafts")
-        validation.at_least(self, "prompt_tokens", "prefill_tokens", low=0)
-        validation.above(self, "turn_s")
-        if not self.contexts or min(self.contexts) < 1:
-            raise ValueError(
-                f"contexts={self.contexts!r} must be numbers of at least 1"
-            )
+        """Validates the fields."""
+        super().__post_init__()
         if self.output_tokens <= self.steps_per_call:
             raise ValueError(
                 f"output_tokens={self.output_tokens!r} must be more than "
@@ -121,8 +106,6 @@ class Config:
                 f"drafts={self.drafts!r} "
                 "that many may come in the first call, whose tokens are not counted"
             )
-        if not self.batch or min(self.batch) < 1:
-            raise ValueError(f"batch={self.batch!r} must be numbers of at least 1")
         if self.token_budget < max(self.batch):
             raise ValueError(
                 f"token_budget={self.token_budget!r} must be at least "
@@ -136,8 +119,6 @@ class Config:
         return [(batch, context) for batch in self.batch for context in contexts]
 
 
-PANELS = (4, 1)
-PANEL_SIZE_INCHES = (6.8, 2.9)
 CONFIGS = {
     "real": Config(),
     "gpu": Config(
@@ -179,7 +160,7 @@ class PeerEngine(peer_process.PeerProcess):
         return TurnTiming(**self.ask(question | {"turn_s": turn_s, "reads": reads}))
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[DecodeRow]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[DecodeRow]:
     """Measures every case with every engine; a stopped run has complete cases only."""
     model = load_benchmark_model(config.model, config.dtype)
     length = max(_length(config, context) for _, context in config.cases)
@@ -261,9 +242,6 @@ def run(config: Config, progress: Progress = QUIET) -> list[DecodeRow]:
                 }
             rows += [jaxkv_row, *peer_rows]
     return rows
-
-
-metrics = functools.partial(split_details, names=tables.KEY_COLUMNS, details=DETAILS)
 
 
 def _length(config: Config, context: int) -> int:
@@ -385,3 +363,14 @@ def _ratio(
     best = [max(turn_rates) for turn_rates in zip(*peers, strict=True)]
     series = [x / y for x, y in zip(rates[name], best, strict=True)]
     return statistics.median(series), [min(series), max(series)]
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    summary=summary,
+    metrics=functools.partial(split_details, names=tables.KEY_COLUMNS, details=DETAILS),
+    panels=lab.Panels(4, 1, 2.9),
+)

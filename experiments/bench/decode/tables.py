@@ -8,27 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
-from jaxkv import plotting
-from jaxkv.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    SKY,
-    draw_curve,
-    draw_reference_line,
-    system_style,
-)
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    format_percent,
-    format_rate,
-)
+from experiments import lab
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,9 +30,9 @@ RATE_COLUMNS: Mapping[Phase, Literal["decode_tokens_per_s", "prefill_tokens_per_
 """Keys of the ratios to the best peer, of their ranges, and of the rates, by phase."""
 type TimelinePart = Literal["products_s", "attention_s", "sampling_s"]
 TIMELINE_PARTS: Mapping[TimelinePart, tuple[str, int]] = {
-    "products_s": ("products, norms, KV writes", SKY),
-    "attention_s": ("attention", ORANGE),
-    "sampling_s": ("scheduling, sampling", GREEN),
+    "products_s": ("products, norms, KV writes", lab.SKY),
+    "attention_s": ("attention", lab.ORANGE),
+    "sampling_s": ("scheduling, sampling", lab.GREEN),
 }
 
 
@@ -88,31 +68,43 @@ class DecodeRow(TypedDict, total=False):
     attention_s: float
 
 
-class DecodeRates(ResultTable):
+class DecodeRates(lab.ResultTable):
     """Columns of the report; each is a key of the rows."""
 
-    implementation: Texts = column("name of the engine", heading="engine")
-    batch: Ints = column("sequences in the batch", heading="sequences", form="{:,}")
-    prompt_tokens: Ints = column("context length", heading="context", form="{:,}")
-    decode_tokens_per_s: Floats = column("median rate", heading="decode tokens/s")
-    prefill_tokens_per_s: np.ndarray = column("median rate", heading="prefill tokens/s")
-    step_s: Floats = column("time of a step with a token per sequence")
-    occupancy: np.ndarray = column("share of slots that decoded")
-    first_token_s: np.ndarray = column(
+    implementation: lab.Texts = lab.column("name of the engine", heading="engine")
+    batch: lab.Ints = lab.column(
+        "sequences in the batch", heading="sequences", form="{:,}"
+    )
+    prompt_tokens: lab.Ints = lab.column(
+        "context length", heading="context", form="{:,}"
+    )
+    decode_tokens_per_s: lab.Floats = lab.column(
+        "median rate", heading="decode tokens/s"
+    )
+    prefill_tokens_per_s: np.ndarray = lab.column(
+        "median rate", heading="prefill tokens/s"
+    )
+    step_s: lab.Floats = lab.column("time of a step with a token per sequence")
+    occupancy: np.ndarray = lab.column("share of slots that decoded")
+    first_token_s: np.ndarray = lab.column(
         "time until every sequence has a token", heading="first token"
     )
-    fraction: np.ndarray = column("floor / step time", heading="of the memory floor")
-    host_share: np.ndarray = column("share of time waiting for the host, or None")
-    compile_s: Floats = column("compile time", heading="compiling")
-    peak_bytes: Ints = column("peak of the process or device", heading="peak memory")
-    version: Texts = column("versions of the libraries")
-    spread: Floats = column(
+    fraction: np.ndarray = lab.column(
+        "floor / step time", heading="of the memory floor"
+    )
+    host_share: np.ndarray = lab.column("share of time waiting for the host, or None")
+    compile_s: lab.Floats = lab.column("compile time", heading="compiling")
+    peak_bytes: lab.Ints = lab.column(
+        "peak of the process or device", heading="peak memory"
+    )
+    version: lab.Texts = lab.column("versions of the libraries")
+    spread: lab.Floats = lab.column(
         "range of the rates / median",
         heading="decode spread",
-        form=format_percent,
+        form=lab.format_percent,
     )
-    same_answers: Floats = column(
-        "share of answers equal to those of jaxkv", form=format_percent
+    same_answers: lab.Floats = lab.column(
+        "share of answers equal to those of jaxkv", form=lab.format_percent
     )
 
 
@@ -161,8 +153,10 @@ def _draw_rates(
         selected = [x for x in rows if x["implementation"] == name]
         places = [cases.index(_label(x)) + (i + 0.5) * width - 0.42 for x in selected]
         rates = [rate for x in selected if (rate := x[key]) is not None]
-        bars = ax.bar(places, rates, 0.94 * width, label=name, **system_style(name).bar)
-        ax.bar_label(bars, [*map(format_rate, rates)], padding=2, rotation=90)
+        bars = ax.bar(
+            places, rates, 0.94 * width, label=name, **lab.system_style(name).bar
+        )
+        ax.bar_label(bars, [*map(lab.format_rate, rates)], padding=2, rotation=90)
     ax.margins(y=0.22)
     ax.set(title=f"Rates of {kind}", ylabel=f"{kind} [tokens/s]")
     _name_cases(ax, cases)
@@ -179,7 +173,7 @@ def _name_cases(ax: "Axes", cases: list[str]) -> None:
 def _draw_ratios(ax: "Axes", jaxkv_rows: list[DecodeRow]) -> None:
     cases = [_label(x) for x in jaxkv_rows]
     faster = []
-    looks = zip(RATIO_COLUMNS.items(), ((BLUE, "o"), (SKY, "s")), strict=True)
+    looks = zip(RATIO_COLUMNS.items(), ((lab.BLUE, "o"), (lab.SKY, "s")), strict=True)
     for (kind, key), (color, marker) in looks:
         points = [
             (i + (0.12 if kind == "prefill" else -0.12), ratio, x)
@@ -190,12 +184,12 @@ def _draw_ratios(ax: "Axes", jaxkv_rows: list[DecodeRow]) -> None:
         values = [ratio for _, ratio, _ in points]
         ends = [x.get(RANGE_COLUMNS[kind]) or [y] * 2 for _, y, x in points]
         look = {"marker": marker, "linestyle": "", "markersize": 6}
-        draw_curve(ax, place, values, color, kind, **look)
+        lab.draw_curve(ax, place, values, color, kind, **look)
         for x, (low, high) in zip(place, ends, strict=True):
-            ax.vlines(x, low, high, color=plotting.colors()[color])
+            ax.vlines(x, low, high, color=lab.colors()[color])
         num = sum(x > 1 for x in values)
         faster.append(f"{kind} in {num} of {len(values)} cases")
-    draw_reference_line(ax, 1, "equally fast")
+    lab.draw_reference_line(ax, 1, "equally fast")
     title = f"jaxkv is faster than the best peer: {', '.join(faster)}"
     ax.set(title=title, ylabel="rate / best peer's [ratio]")
     _name_cases(ax, cases)
@@ -214,7 +208,7 @@ def _draw_parts(ax: "Axes", jaxkv_rows: list[DecodeRow]) -> None:
             0.7,
             bottom,
             label=name,
-            color=plotting.colors()[color],
+            color=lab.colors()[color],
             hatch=hatch,
             edgecolor="white",
         )
@@ -229,14 +223,14 @@ def _draw_parts(ax: "Axes", jaxkv_rows: list[DecodeRow]) -> None:
     _name_cases(ax, [_label(x) for x in jaxkv_rows])
 
 
-def summary(result: list[DecodeRow]) -> list[ReportPart]:
+def summary(result: list[DecodeRow]) -> list[lab.ReportPart]:
     """Tabulates the rates of all engines, and details of jaxkv."""
     if not result:
         return []
     rate_table = DecodeRates.of(fill_missing(result))
     note = "Host share: share of time in which the device waits between two calls."
     jaxkv_rows = [x for x in result if x["implementation"] == "jaxkv"]
-    parts: list[ReportPart] = [
+    parts: list[lab.ReportPart] = [
         rate_table.where(implementation="jaxkv").sheet("jaxkv", *REPORTED, note=note)
     ]
     if part_rows := [x for x in jaxkv_rows if "products_s" in x]:
@@ -245,7 +239,7 @@ def summary(result: list[DecodeRow]) -> list[ReportPart]:
                 f"{x['batch']:,}",
                 f"{x['prompt_tokens']:,}",
                 f"{1e3 * x['step_s']:.1f}",
-                *(format_percent(x[key] / x["step_s"]) for key in TIMELINE_PARTS),
+                *(lab.format_percent(x[key] / x["step_s"]) for key in TIMELINE_PARTS),
             ]
             for x in part_rows
         ]
@@ -255,7 +249,7 @@ def summary(result: list[DecodeRow]) -> list[ReportPart]:
             "step, ms",
             *(x for x, _ in TIMELINE_PARTS.values()),
         ]
-        parts.append(Sheet("parts of a decode step", heads, lines))
+        parts.append(lab.Sheet("parts of a decode step", heads, lines))
     names = rate_table.distinct("implementation")
     if not names[1:]:
         return parts
@@ -268,7 +262,7 @@ def summary(result: list[DecodeRow]) -> list[ReportPart]:
             if ratio is None:
                 continue
             rates = [
-                format_rate(x[RATE_COLUMNS[kind]])
+                lab.format_rate(x[RATE_COLUMNS[kind]])
                 for x in result
                 if (x["batch"], x["prompt_tokens"]) == case
             ]
@@ -276,7 +270,7 @@ def summary(result: list[DecodeRow]) -> list[ReportPart]:
             span = "" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
             sizes = [f"{x:,}" for x in case]
             lines.append([*sizes, *rates, f"{ratio:.2f}", span])
-        parts.append(Sheet(f"{kind}, tokens per second", heads, lines))
+        parts.append(lab.Sheet(f"{kind}, tokens per second", heads, lines))
     absent = result[0]["absent"]
     shown = (*KEY_COLUMNS, "version", "spread", "same_answers")
     note = f"Not timed: {absent}." if absent else ""

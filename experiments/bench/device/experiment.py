@@ -6,7 +6,6 @@ rates, and a sweep. Each part has a share of the remaining time. A crash, or the
 the machine, costs one piece.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -14,16 +13,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from experiments import lab
 from experiments.bench.decode import timeline
 from experiments.bench.device import worker
 from experiments.bench.kernels import checks
 from experiments.bench.peer_process import PeerProcess
-from jaxkv import files, plotting, validation
-from jaxkv.plotting import BLUE, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import OUT, ReportPart, Sheet
+from jaxkv import files
 from pallas_kernels.bench import SETS
 
 if TYPE_CHECKING:
@@ -57,28 +54,17 @@ BENCH_PARTS = {
 for which it is started on a GPU, in s; the largest number of pieces per process."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Parts to measure, and the time of a call."""
 
     size: Literal["gpu", "tiny"] = "gpu"
     """`gpu` measures a GPU; `tiny` tests all parts in a minute or two on any device."""
-    only: tuple[str, ...] = ()
+    only: Annotated[tuple[str, ...], lab.Choices(BENCH_PARTS)] = ()
     """Parts to measure; empty for all parts."""
-    max_s: float = 540.0
+    max_s: lab.PositiveFloat = 540.0
     """Time of a call without `--max-seconds`, in s."""
-    folder: str = OUT
+    folder: str = lab.OUT
     """Folder of the pieces; by default the run's own folder."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a part is unknown, or the time is not above 0.
-        """
-        validation.above(self, "max_s")
-        for name in self.only:
-            validation.choice("only", name, tuple(BENCH_PARTS))
 
 
 CONFIGS = {"gpu": Config(), "smoke": Config(size="tiny", only=("correctness",))}
@@ -99,7 +85,7 @@ def pieces_by_part(size: str) -> dict[str, Sequence[str]]:
     }
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[lab.Row]:
     """Measures the missing pieces; a stopped run has the completed pieces.
 
     Returns:
@@ -171,7 +157,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
 
 def answer_pieces(
     words: tuple[str, str, Path], names: Sequence[str], limits_s: tuple[float, float]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[lab.Row]:
     """Measures pieces in a `worker` process.
 
     No piece is started after the first limit, and the process is killed after the
@@ -205,7 +191,7 @@ def answer_pieces(
         yield piece | {"note": note, "goes_on": goes_on}
 
 
-def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
+def metrics(result: list[lab.Row]) -> dict[str, Any]:
     """Returns the pieces for JSON, incorrect kernels, and failed pieces."""
     wrong = [
         f"{row['name']}: {check['implementation']}, error={check['error']:.2g}"
@@ -219,7 +205,7 @@ def metrics(result: list[dict[str, Any]]) -> dict[str, Any]:
     return {"pieces": result, "wrong": wrong, "failed": lines}
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     """Tabulates pieces and seconds of each part, errors and failures."""
     lines = []
     for name in BENCH_PARTS:
@@ -227,19 +213,24 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
         done = sum(x["found"] is not None for x in selected)
         lines.append([name, str(done), f"{sum(x['seconds'] for x in selected):.0f}"])
     numbers = metrics(result)
-    sheets: list[ReportPart] = [Sheet("pieces", ["part", "done", "seconds"], lines)]
+    sheets: list[lab.ReportPart] = [
+        lab.Sheet("pieces", ["part", "done", "seconds"], lines)
+    ]
     for title in ("wrong", "failed"):
         if numbers[title]:
-            sheets.append(Sheet(title, ["piece"], [[x] for x in numbers[title]]))
+            sheets.append(lab.Sheet(title, ["piece"], [[x] for x in numbers[title]]))
     return sheets
 
 
-def plot(ax: "Axes", result: list[dict[str, Any]]) -> None:
+def plot(ax: "Axes", result: list[lab.Row]) -> None:
     """Draws the number of recorded pieces by part."""
     done = [x["part"] for x in result if x["found"] is not None]
     counts = [*map(done.count, BENCH_PARTS)]
-    bars = ax.barh([*BENCH_PARTS], counts, color=plotting.colors()[BLUE])
+    bars = ax.barh([*BENCH_PARTS], counts, color=lab.colors()[lab.BLUE])
     ax.bar_label(bars, padding=3)
     ax.invert_yaxis()
     title = f"{len(done)} of {len(result)} pieces recorded"
-    set_labels(ax, title, "recorded [pieces]", "")
+    lab.set_labels(ax, title, "recorded [pieces]", "")
+
+
+STUDY = lab.Study(CONFIGS, list, run, plot, summary=summary, metrics=metrics)

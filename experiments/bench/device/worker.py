@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from experiments import lab
 from experiments.bench.decode import timeline
 from experiments.bench.kernels import checks
-from experiments.framework import load_experiment
 from jaxkv.cli import run_study
-from jaxkv.report import to_plain
 
 MEASURES = {"correctness": checks.check_kernel, "timeline": timeline.profile_decode}
 """Parts whose pieces are function calls; pieces of other parts are runs of
@@ -55,14 +54,14 @@ class PieceWorker:
             # On a GPU machine, peers use the same Python if torch is installed.
             if part == "train" and is_real and importlib.util.find_spec("torch"):
                 changes["peer_python"] = Path(sys.executable)
-        experiment = load_experiment(part if part == "isoflop" else f"bench_{part}")
+        experiment = lab.load_experiment(part if part == "isoflop" else f"bench_{part}")
         real = "gpu" if "gpu" in experiment.configs else "real"
         config = experiment.configs[real if is_real else "smoke"]
         config = dataclasses.replace(config, **changes)
         out = Path(folder, "isoflop-run" if part == "isoflop" else ".run")
         done = run_study(experiment, config, out, max_s)
         is_cut = done.status != 0
-        numbers = to_plain(done.document["metrics"])
+        numbers = lab.to_plain(done.document["metrics"])
         if part == "isoflop":
             numbers = None if is_cut else numbers
             return {"pieces": [{"name": names[0], "found": numbers, "goes_on": is_cut}]}

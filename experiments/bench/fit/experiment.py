@@ -7,33 +7,21 @@ for it. The peers are loops over resamples that call SciPy's BFGS, as published
 replications do; they differ in the source of the gradient.
 """
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
 import inspect
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 from jaxtyping import Float, Int
 from scipy import optimize
 
+from experiments import lab
 from experiments.bench.tables import draw_bars, split_details
 from experiments.harness import time_call, without_compilation_cache
-from jaxkv import validation
-from jaxkv.plotting import set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultTable,
-    Texts,
-    column,
-    format_seconds,
-)
 from scaling import fits, laws
 from scaling.fits import (
     FitProblem,
@@ -54,11 +42,10 @@ DELTA = 1e-3
 """Residual at which the Huber loss changes from quadratic to linear."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Data and number of fits."""
 
-    num_points: int = 240
+    num_points: Annotated[int, lab.Range(16)] = 240
     """Runs on the simulated surface, at least 16."""
     num_resamples: int = 4000
     """Resamples that every method fits."""
@@ -70,12 +57,8 @@ class Config:
     """Seed of the resamples."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(self, "num_points", low=16)
+        """Validates the fields."""
+        super().__post_init__()
         if not 1 <= self.num_pieces <= self.num_resamples:
             raise ValueError(
                 f"num_pieces={self.num_pieces!r} must be in [1, "
@@ -83,22 +66,25 @@ class Config:
             )
 
 
-class FitTimes(ResultTable):
+class FitTimes(lab.ResultTable):
     """Rows of the result, values in this order."""
 
-    method: Texts = column("name of the method")
-    seconds: Floats = column(
-        "time of all resamples", heading="time", form=format_seconds
+    method: lab.Texts = lab.column("name of the method")
+    seconds: lab.Floats = lab.column(
+        "time of all resamples", heading="time", form=lab.format_seconds
     )
-    worst_excess: Floats = column("largest excess of a resample", form="{:.1e}")
-    ratio: Floats = column("time / jaxkv's", heading="over jaxkv", form="{:.1f}x")
-    resamples: Ints = column("number of resamples")
-    points: Ints = column("runs per resample")
-    above: Ints = column("excesses above 1e-9", heading="above 1e-9", form="{:,}")
+    worst_excess: lab.Floats = lab.column("largest excess of a resample", form="{:.1e}")
+    ratio: lab.Floats = lab.column(
+        "time / jaxkv's", heading="over jaxkv", form="{:.1f}x"
+    )
+    resamples: lab.Ints = lab.column("number of resamples")
+    points: lab.Ints = lab.column("runs per resample")
+    above: lab.Ints = lab.column(
+        "excesses above 1e-9", heading="above 1e-9", form="{:,}"
+    )
 
 
 REPORTED = ("method", "seconds", "ratio", "worst_excess", "above")
-PANEL_SIZE_INCHES = (6.8, 2.8)
 
 CONFIGS = {
     "real": Config(),
@@ -172,7 +158,7 @@ def value_and_gradient(x: np.ndarray, runs: LossRuns) -> tuple[float, np.ndarray
     return float(np.sum(clipped * (error - 0.5 * clipped))), gradient
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[FitTime]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[FitTime]:
     """Times all methods on the same pieces; a stopped run has complete pieces."""
     data = simulate_isoflop_runs(config.num_points)
     law = CHINCHILLA
@@ -262,22 +248,19 @@ def plot(ax: "Axes", result: list[FitTime]) -> None:
     """Draws the time of every method."""
     taken = [row["seconds"] for row in result]
     labels = [
-        f"{format_seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result
+        f"{lab.format_seconds(x['seconds'])}, {x['ratio']:,.3g} times" for x in result
     ]
-    labels[:1] = [format_seconds(x["seconds"]) for x in result[:1]]
+    labels[:1] = [lab.format_seconds(x["seconds"]) for x in result[:1]]
     draw_bars(ax, [row["method"] for row in result], taken, labels)
     title = "Time of all resamples"
     peers = [x["ratio"] for x in result[2:]]
     if peers:
         title = f"{result[0]['resamples']:,} fits: SciPy takes {min(peers):,.0f} to "
         title += f"{max(peers):,.0f} times as long as jaxkv"
-    set_labels(ax, title, "time for all resamples [s]", "")
+    lab.set_labels(ax, title, "time for all resamples [s]", "")
 
 
-metrics = functools.partial(split_details, names=("method",), details=DETAILS)
-
-
-def summary(result: list[FitTime]) -> list[ReportPart]:
+def summary(result: list[FitTime]) -> list[lab.ReportPart]:
     """Tabulates times and excesses."""
     if not result:
         return []
@@ -296,3 +279,14 @@ def summary(result: list[FitTime]) -> list[ReportPart]:
 def _logged(coefficients: np.ndarray) -> np.ndarray:
     """Replaces `A, B, E` by their logarithms."""
     return np.concatenate([np.log(coefficients[:, :3]), coefficients[:, 3:]], 1)
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    summary=summary,
+    metrics=functools.partial(split_details, names=("method",), details=DETAILS),
+    panels=lab.Panels(1, 1, 2.8),
+)

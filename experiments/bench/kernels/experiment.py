@@ -10,23 +10,20 @@ are listed separately.
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from experiments import lab
 from experiments.bench.kernels import peer_frameworks
 from experiments.bench.kernels.peer_frameworks import TimeBudget
-from experiments.bench.kernels.report import plot as plot
-from experiments.bench.kernels.report import summary as summary
+from experiments.bench.kernels.report import plot, summary
 from experiments.bench.peer_process import PeerProcess, start_peers
 from experiments.harness import MAX_ERROR, Implementation, KernelRun, implementations_of
-from jaxkv import validation
-from jaxkv.progress import QUIET, Progress
 from pallas_kernels import bench, devices
 from pallas_kernels.bench import (
     SETS,
@@ -55,8 +52,7 @@ NUM_LAYERS = 32
 """Layers that share a plan, as in models of 7 or 8 billion parameters."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Shapes and time limits."""
 
     shapes: Literal["auto", "tiny", "small", "quick", "real", "grid"] = "auto"
@@ -67,26 +63,15 @@ class Config:
     """Substring of the names of selected shapes."""
     these: tuple[str, ...] = ()
     """Names of selected shapes; empty for all."""
-    num_calls: int = 30
+    num_calls: Annotated[int, lab.Range(2)] = 30
     """Timed calls per implementation; fewer if they are slow."""
-    max_s: float = 480.0
+    max_s: lab.PositiveFloat = 480.0
     """Seconds after which no measurement starts; the shapes of quick come first."""
     peer_python: Path | None = None
     """Python interpreter with other frameworks, whose attention is timed in separate
     processes. None means this interpreter on a GPU, if it has torch."""
 
-    def __post_init__(self) -> None:
-        """Validates the fields.
 
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(self, "num_calls", low=2)
-        validation.above(self, "max_s")
-
-
-PANELS = (2, 1)
-PANEL_SIZE_INCHES = (6.8, 3.8)
 CONFIGS = {
     "real": Config(),
     "quick": Config(quick=True),
@@ -95,7 +80,7 @@ CONFIGS = {
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[lab.Row]:
     """Measures the ceilings of the device, then all shapes.
 
     Returns:
@@ -108,7 +93,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
     target = devices.current_target()
     chosen = _choose(config, target.platform)
-    rows: list[dict[str, Any]] = []
+    rows: list[lab.Row] = []
     with contextlib.ExitStack() as stack:
         python = config.peer_python
         if target.platform == "gpu" and importlib.util.find_spec("torch"):
@@ -151,7 +136,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
     return [head, *rows]
 
 
-def metrics(result: list[dict[str, Any]]) -> dict[str, object]:
+def metrics(result: list[lab.Row]) -> dict[str, object]:
     """Returns the device, its ceilings, timed rows, and rows without a time."""
     head, *rows = result
     timed = [row for row in rows if row["seconds"] is not None]
@@ -201,7 +186,7 @@ class _Measurement:
 
     def rows(
         self, spec: Spec | GroupedSpec, implementations: list[Implementation]
-    ) -> list[dict[str, Any]]:
+    ) -> list[lab.Row]:
         """Returns the rows of all implementations, with the ratio to the best peer."""
         problem = None
         rows = []
@@ -268,3 +253,14 @@ def _row(spec: Spec | GroupedSpec, name: str, is_peer: bool) -> dict[str, Any]:
         **dict.fromkeys(UNKNOWN_COLUMNS),
         **dict.fromkeys(("clock", "how", "note"), ""),
     }
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    summary=summary,
+    metrics=metrics,
+    panels=lab.Panels(2, 1, 3.8),
+)

@@ -9,26 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.framework import load_experiment
-from jaxkv import plotting
-from jaxkv.plotting import draw_curve, draw_reference_line, label_log_axis, set_labels
-from jaxkv.report import (
-    Bools,
-    Floats,
-    Ints,
-    ReportPart,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    computed_column,
-    format_bytes,
-    format_flops,
-    format_percent,
-    format_seconds,
-    part_to_markdown,
-    read_run,
-)
+from experiments import lab
 from pallas_kernels.bench import Ceilings
 
 if TYPE_CHECKING:
@@ -42,27 +23,31 @@ CLOCKS = {
 """Meaning of the times, by clock."""
 
 
-class KernelTimes(ResultTable):
+class KernelTimes(lab.ResultTable):
     """Rows that have a time."""
 
-    spec: Texts = column("name of the shape")
-    implementation: Texts = column("name of the implementation")
-    how: Texts = column("variant, if there are several")
-    is_peer: Bools = column("True for a peer")
-    bytes: Ints = column("bytes to move")
-    flops: Ints = column("operations to compute")
-    seconds: Floats = column("a layer takes", heading="time", form=format_seconds)
-    plan_per_layer_s: np.ndarray = column("its part of the plan", heading="plan, share")
-    merge_s: np.ndarray = column("time of the merge")
-    target_s: Floats = column("that a good kernel takes")
-    fraction: Floats = column(
-        "floor / time", heading="of the floor", form=format_percent
+    spec: lab.Texts = lab.column("name of the shape")
+    implementation: lab.Texts = lab.column("name of the implementation")
+    how: lab.Texts = lab.column("variant, if there are several")
+    is_peer: lab.Bools = lab.column("True for a peer")
+    bytes: lab.Ints = lab.column("bytes to move")
+    flops: lab.Ints = lab.column("operations to compute")
+    seconds: lab.Floats = lab.column(
+        "a layer takes", heading="time", form=lab.format_seconds
     )
-    ratio: np.ndarray = column("best peer", heading="best peer / it", form="{:.2f}")
-    error: Floats = column("from float64", form="{:.1e}")
+    plan_per_layer_s: np.ndarray = lab.column(
+        "its part of the plan", heading="plan, share"
+    )
+    merge_s: np.ndarray = lab.column("time of the merge")
+    target_s: lab.Floats = lab.column("that a good kernel takes")
+    fraction: lab.Floats = lab.column(
+        "floor / time", heading="of the floor", form=lab.format_percent
+    )
+    ratio: np.ndarray = lab.column("best peer", heading="best peer / it", form="{:.2f}")
+    error: lab.Floats = lab.column("from float64", form="{:.1e}")
 
     @property
-    @computed_column(heading="implementation")
+    @lab.computed_column(heading="implementation")
     def label(self) -> np.ndarray:
         """Implementations, with their variant in parentheses."""
         pairs = zip(self.implementation.tolist(), self.how.tolist(), strict=True)
@@ -80,12 +65,12 @@ REPORTED = ("label", "seconds", "plan_per_layer_s", "merge_s", "target_s", "frac
 REPORTED += ("ratio", "error")
 
 
-def timed_rows(rows: list[dict[str, Any]]) -> KernelTimes:
+def timed_rows(rows: list[lab.Row]) -> KernelTimes:
     """Returns the rows of a result that have a time, as a table."""
     return KernelTimes.of(row for row in rows if row["seconds"] is not None)
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     """Tabulates the ceilings, and the times of all implementations by shape.
 
     Args:
@@ -96,35 +81,37 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
     timings = timed_rows(rows)
     title = f"ceilings of {head['device']}"
     reached = [*_reached(ceilings).items()]
-    parts: list[ReportPart] = [Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])]
+    parts: list[lab.ReportPart] = [
+        lab.Sheet(title, ("", ""), reached, CLOCKS[ceilings.clock])
+    ]
     # Columns without values are omitted: no plans or merges on a CPU.
     names = [
         x for x in REPORTED if any(v is not None for v in getattr(timings, x).tolist())
     ]
     for name in timings.distinct("spec"):
         selected = timings.where(spec=name)
-        size = format_bytes(selected.bytes[0])
-        work = format_flops(selected.flops[0])
+        size = lab.format_bytes(selected.bytes[0])
+        work = lab.format_flops(selected.flops[0])
         parts.append(selected.sheet(f"{name}: {size}, {work}", *names))
     absent = [(x["implementation"], x["note"]) for x in rows if x["seconds"] is None]
     if absent:
         total = len({row["spec"] for row in rows})
         reasons = collections.Counter(absent).items()
         lines = [(label, f"{num} of {total}", why) for (label, why), num in reasons]
-        parts.append(Sheet("not timed", ("implementation", "shapes", "why"), lines))
+        parts.append(lab.Sheet("not timed", ("implementation", "shapes", "why"), lines))
     return parts
 
 
 def _reached(ceilings: Ceilings) -> dict[str, str]:
     return {
-        "copy": f"{format_bytes(ceilings.copy_bytes_per_s)}/s",
-        "read": f"{format_bytes(ceilings.read_bytes_per_s)}/s",
-        "matrix product": f"{format_flops(ceilings.flops_per_s)}/s",
-        "empty call": format_seconds(ceilings.empty_call_s),
+        "copy": f"{lab.format_bytes(ceilings.copy_bytes_per_s)}/s",
+        "read": f"{lab.format_bytes(ceilings.read_bytes_per_s)}/s",
+        "matrix product": f"{lab.format_flops(ceilings.flops_per_s)}/s",
+        "empty call": lab.format_seconds(ceilings.empty_call_s),
     }
 
 
-def plot(axes: np.ndarray, result: list[dict[str, Any]]) -> None:
+def plot(axes: np.ndarray, result: list[lab.Row]) -> None:
     """Draws the speed relative to the best peer, and the share of the floor, by shape.
 
     Args:
@@ -161,17 +148,19 @@ def _draw_speeds(ax: "Axes", jaxkv_best: Fastest, peers: Fastest) -> None:
         if selected and peer
     ]
     for i, ratio in both:
-        draw_curve(ax, [1, ratio], [i, i], "jaxkv", marker="", linewidth=3, alpha=0.4)
-        draw_curve(ax, [ratio], [i], "jaxkv", markersize=7)
+        lab.draw_curve(
+            ax, [1, ratio], [i, i], "jaxkv", marker="", linewidth=3, alpha=0.4
+        )
+        lab.draw_curve(ax, [ratio], [i], "jaxkv", markersize=7)
         side = (7, "left") if ratio >= 1 else (-7, "right")
         look = {"ha": side[1], "va": "center_baseline"}
-        plotting.annotate(ax, f"{ratio:.2g}", (ratio, i), (side[0], 0), **look)
-    draw_reference_line(ax, 1, "as fast as the best peer", along="y")
+        lab.annotate(ax, f"{ratio:.2g}", (ratio, i), (side[0], 0), **look)
+    lab.draw_reference_line(ax, 1, "as fast as the best peer", along="y")
     num = sum(ratio > 1 for _, ratio in both)
     title = f"jaxkv is faster than the best peer on {num} of {len(both)} shapes"
-    set_labels(ax, title, "best peer's time / jaxkv's [ratio]", "", xscale="log")
+    lab.set_labels(ax, title, "best peer's time / jaxkv's [ratio]", "", xscale="log")
     ax.margins(x=0.12)
-    label_log_axis(ax.xaxis)
+    lab.label_log_axis(ax.xaxis)
     ax.legend()
 
 
@@ -186,10 +175,10 @@ def _draw_floors(ax: "Axes", jaxkv_best: Fastest, peers: Fastest) -> None:
         if points:
             places, shares = zip(*points, strict=True)
             look = {"linestyle": "", "markersize": 7}
-            draw_curve(ax, shares, places, name, label, **look)
+            lab.draw_curve(ax, shares, places, name, label, **look)
             medians.append(f"{label} {np.median(shares):.0f} %")
     title = f"Share of the roofline's speed, median: {', '.join(medians[::-1])}"
-    set_labels(ax, title, "least possible time / time [%]", "", xlim=(0, 100))
+    lab.set_labels(ax, title, "least possible time / time [%]", "", xlim=(0, 100))
     ax.legend()
 
 
@@ -210,7 +199,7 @@ def kernel_table(folder: Path) -> str:
     Raises:
       ValueError: the folder is not such a run.
     """
-    run = read_run(folder, load_experiment("bench_kernels"))
+    run = lab.read_run(folder, lab.load_experiment("bench_kernels"))
     head, *rows = run.result
     if head["device"] == "cpu":
         raise ValueError(f"{folder}: was made on a CPU; the table is of a GPU's record")
@@ -229,19 +218,21 @@ def kernel_table(folder: Path) -> str:
     reached = ", ".join(f"{name} {x}" for name, x in _reached(ceilings).items())
     note = f"{'; '.join(provenance)}. Measured in the same run: {reached}. "
     note += CLOCKS[ceilings.clock]
-    return part_to_markdown(Sheet("", TABLE_HEADS, lines, note))
+    return lab.part_to_markdown(lab.Sheet("", TABLE_HEADS, lines, note))
 
 
-def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+def _line(name: str, rows: list[lab.Row]) -> tuple[str, ...]:
     """Returns the line of a shape."""
     timings = timed_rows(rows)
     jaxkv_best, peer = (timings.fastest(is_peer=is_peer) for is_peer in (False, True))
-    peer_time = f"{format_seconds(peer['seconds'])} ({peer['label']})" if peer else "-"
-    size = format_bytes(rows[0]["bytes"])
+    peer_time = (
+        f"{lab.format_seconds(peer['seconds'])} ({peer['label']})" if peer else "-"
+    )
+    size = lab.format_bytes(rows[0]["bytes"])
     if jaxkv_best is None:
         notes = dict.fromkeys(row["note"] for row in rows if not row["is_peer"])
         return name, size, f"not timed: {'; '.join(notes)}", peer_time, "-", "-", "-"
-    selected = format_seconds(jaxkv_best["seconds"])
+    selected = lab.format_seconds(jaxkv_best["seconds"])
     if peer and peer["seconds"] < jaxkv_best["seconds"]:
         peer_time = f"**{peer_time}**"
     else:
@@ -249,6 +240,6 @@ def _line(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
     if jaxkv_best["implementation"] != "mosaic_gpu":
         selected += f" ({jaxkv_best['implementation']})"
     ratio = f"{peer['seconds'] / jaxkv_best['seconds']:.2f}" if peer else "-"
-    share = format_percent(jaxkv_best["fraction"])
-    target = format_seconds(jaxkv_best["target_s"])
+    share = lab.format_percent(jaxkv_best["fraction"])
+    target = lab.format_seconds(jaxkv_best["target_s"])
     return name, size, selected, peer_time, ratio, share, target

@@ -7,7 +7,6 @@ for which the host must read a value, and copies of weights. The time of a launc
 a graph can only be measured on a device.
 """
 
-import dataclasses
 import functools
 import re
 import tempfile
@@ -21,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import scheduling, validation
+from experiments import lab
+from jaxkv import scheduling
 from jaxkv.engine import EngineConfig, init, run_steps
 from jaxkv.models import (
     ModelConfig,
@@ -30,19 +29,6 @@ from jaxkv.models import (
     Params,
     make_model_pages,
     param_shapes,
-)
-from jaxkv.plotting import set_labels, system_style
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    metric_sheets,
-    to_plain,
 )
 from pallas_kernels import devices
 from pallas_kernels.bench import (
@@ -78,8 +64,7 @@ FILLING = Route("filling", {**_GREEDY, "enter": 1})
 is counted, so the count is an upper bound."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """A dense Llama in bfloat16, and its engine."""
 
     hidden_size: int = 4096
@@ -94,11 +79,11 @@ class Config:
     """Head size: 64, 128 or 256, as the kernels support."""
     vocab_size: int = 128_256
     """Vocabulary size."""
-    num_layers: tuple[int, ...] = (2, 8, 32)
+    num_layers: lab.Sizes = (2, 8, 32)
     """Depths to compile, each at least 1; launches are counted at the first one."""
     scanned: bool = False
     """Scan over stacked layers."""
-    max_slots: int = 32
+    max_slots: lab.PositiveInt = 32
     """Sequences that run concurrently."""
     token_budget: int = 256
     """Rows of a step."""
@@ -108,18 +93,10 @@ class Config:
     """Enable the prefix cache."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        if not self.num_layers or min(self.num_layers) < 1:
-            raise ValueError(
-                f"num_layers={self.num_layers!r} must be depths of at least 1"
-            )
+        """Validates the fields."""
+        super().__post_init__()
         if self.head_dim not in (64, 128, 256):
             raise ValueError(f"head_dim={self.head_dim!r} must be 64, 128 or 256")
-        validation.at_least(self, "max_slots", low=1)
         for depth in self.num_layers:
             self.model(depth)
         self.engine()
@@ -167,44 +144,47 @@ CONFIGS = {
 }
 
 
-PANEL_SIZE_INCHES = (6.8, 6.0)
 """Size with room for a number above each bar."""
 
 
-class LaunchCounts(ResultTable):
+class LaunchCounts(lab.ResultTable):
     """Launches of a step by path and part."""
 
-    path: Texts = column("path through the step")
-    part: Texts = column("part of the step")
-    launches: Ints = column("kernels, products and copies; for layers, of one layer")
+    path: lab.Texts = lab.column("path through the step")
+    part: lab.Texts = lab.column("part of the step")
+    launches: lab.Ints = lab.column(
+        "kernels, products and copies; for layers, of one layer"
+    )
 
 
-class DataDependentLoops(ResultTable):
+class DataDependentLoops(lab.ResultTable):
     """Loops and branches whose condition is computed on the device."""
 
-    path: Texts = column("named scopes around the loop or branch")
-    kind: Texts = column("`While` or `Conditional`")
-    captured: Ints = column("1 in a CUDA graph, 0 if the host reads the condition")
+    path: lab.Texts = lab.column("named scopes around the loop or branch")
+    kind: lab.Texts = lab.column("`While` or `Conditional`")
+    captured: lab.Ints = lab.column(
+        "1 in a CUDA graph, 0 if the host reads the condition"
+    )
 
 
-class CompileTimes(ResultTable):
+class CompileTimes(lab.ResultTable):
     """Compile times by depth."""
 
-    layers: Ints = column("number of layers")
-    cpu_s: Floats = column("processor time of all threads", form="{:.1f}")
-    wall_s: Floats = column("wall-clock time", form="{:.1f}")
+    layers: lab.Ints = lab.column("number of layers")
+    cpu_s: lab.Floats = lab.column("processor time of all threads", form="{:.1f}")
+    wall_s: lab.Floats = lab.column("wall-clock time", form="{:.1f}")
 
 
-class Launches(ResultRecord):
+class Launches(lab.ResultRecord):
     """Launches of one step of the engine."""
 
     counts: LaunchCounts
     waits: DataDependentLoops
     compiled: CompileTimes
-    prefix_cache: bool = column("True if the engine has a prefix cache")
-    weight_copies: int = column("copies of arrays with the shape of a weight")
-    pool_bytes: int = column("bytes of K and V")
-    alias_bytes: int = column("bytes of results that alias arguments")
+    prefix_cache: bool = lab.column("True if the engine has a prefix cache")
+    weight_copies: int = lab.column("copies of arrays with the shape of a weight")
+    pool_bytes: int = lab.column("bytes of K and V")
+    alias_bytes: int = lab.column("bytes of results that alias arguments")
 
     def per(self, which: str) -> dict[str, int]:
         """Returns the launches of a `layer`, of the `forward` pass, or of the `step`.
@@ -225,7 +205,7 @@ def prepare() -> None:
     load_compiler()
 
 
-def run(config: Config, progress: Progress = QUIET) -> Launches:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Launches:
     """Compiles every depth; a stopped run has the completed ones."""
     prepare()
     if (reason := unavailable_reason()) is not None:
@@ -373,11 +353,11 @@ def metrics(result: Launches) -> dict[str, Any]:
     }
 
 
-def summary(result: Launches) -> list[Sheet]:
+def summary(result: Launches) -> list[lab.Sheet]:
     """Tabulates the counts."""
     repeated = ("per_layer", "per_forward", "per_step", "parts", "compile_s")
     shown = {k: v for k, v in metrics(result).items() if k not in repeated}
-    return [*metric_sheets(to_plain(shown))]
+    return [*lab.metric_sheets(lab.to_plain(shown))]
 
 
 def plot(ax: "Axes", result: Launches) -> None:
@@ -391,7 +371,7 @@ def plot(ax: "Axes", result: Launches) -> None:
         by_part = dict(zip(rows.part.tolist(), rows.launches.tolist(), strict=True))
         lengths = [by_part.get(part, 0) for part in shown]
         place = where + 0.86 * ((nth + 0.5) / len(paths) - 0.5)
-        look = {"label": path} | system_style(path).bar
+        look = {"label": path} | lab.system_style(path).bar
         bars = ax.barh(place, lengths, 0.8 / len(paths), **look)
         # Counts equal to those of the first path are not repeated.
         first = first or lengths
@@ -411,19 +391,32 @@ def plot(ax: "Axes", result: Launches) -> None:
         num, around, layer = (result.per(name)[paths[0]] for name in names)
         title = f"A {paths[0]} step launches {num} kernels outside the model, {around} "
         title += f"around its layers and {layer} in each"
-    set_labels(ax, title, "launches [kernels]", "")
+    lab.set_labels(ax, title, "launches [kernels]", "")
 
 
-@claims_file(__file__).judge
-def claims(result: Launches) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Launches) -> Iterator[lab.MeasuredValue]:
     """Compares the counts with the bars."""
     names = {"step": "cached"} if result.prefix_cache else {}
     for which in ("layer", "forward", "step"):
         for path, num in result.per(which).items():
-            yield measured(names.get(which, which), num, path=path)
+            yield lab.measured(names.get(which, which), num, path=path)
     captured = result.waits.captured
-    yield measured("captured", int(np.sum(captured == 0)), num=len(captured))
-    yield measured("weights", result.weight_copies)
-    yield measured("pool", result.alias_bytes, published=result.pool_bytes)
+    yield lab.measured("captured", int(np.sum(captured == 0)), num=len(captured))
+    yield lab.measured("weights", result.weight_copies)
+    yield lab.measured("pool", result.alias_bytes, published=result.pool_bytes)
     for row in result.compiled.where(layers=32).rows():
-        yield measured("compile", row["wall_s"], cpu=f"{row['cpu_s']:.0f}")
+        yield lab.measured("compile", row["wall_s"], cpu=f"{row['cpu_s']:.0f}")
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Launches,
+    run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=lab.Panels(1, 1, 6.0),
+    prepare=prepare,
+)

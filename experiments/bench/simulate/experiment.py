@@ -6,4 +6,4 @@ servers, with jaxkv and with the installed peers.
 
 from experiments.bench.simulate import scheduler_steps, server_stages
 
-STUDIES = (scheduler_steps, server_stages)
+STUDIES = (scheduler_steps.STUDY, server_stages.STUDY)

@@ -7,7 +7,6 @@ them record the same step statistics; Python is also timed without them.
 """
 
 import concurrent.futures
-import dataclasses
 import os
 import statistics
 import time
@@ -16,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments import lab
 from experiments.bench.simulate import plain_scheduler
 from experiments.bench.simulate.plain_scheduler import SimpleRequest
 from experiments.bench.tables import draw_bars
 from experiments.harness import draw_lengths
-from jaxkv import clock, scheduling, simulation, validation
-from jaxkv.plotting import set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, Sheet, format_seconds
+from jaxkv import clock, scheduling, simulation
 from jaxkv.simulation import Capacity, Cost, ProgramSizes, SimulationMember, part_size
 from jaxkv.simulation import MemberBatch as Runner
 from jaxkv.workloads import SHAREGPT, Workload, make_workload
@@ -50,36 +47,31 @@ NUM_PAGES = 15_728 // PAGE_SIZE
 Source: Kwon et al. 2023, arXiv:2309.06180, table 1."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Workload and repetitions."""
 
     num_runs: int = 64
     """Mapped runs, at rates from `min_rate` to `max_rate`."""
-    num_steps: int = 4000
+    num_steps: lab.PositiveInt = 4000
     """Steps of each run, from an idle machine."""
     min_rate: float = 0.5
     """Lowest rate in requests/s."""
     max_rate: float = 2.2
     """Highest rate in requests/s; the machine serves about 2."""
-    max_slots: int = 64
+    max_slots: lab.PositiveInt = 64
     """Sequences that run concurrently."""
-    head: int = 16
+    head: lab.PositiveInt = 16
     """Waiting requests visible to the policy."""
     num_python: int = 8
     """Runs in plain Python, spread over the rates."""
-    rounds: int = 3
+    rounds: lab.PositiveInt = 3
     """Turns of every system."""
     seed: int = 0
     """Seed of the requests."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(self, "num_steps", "max_slots", "head", "rounds")
+        """Validates the fields."""
+        super().__post_init__()
         if not 1 <= self.num_python <= self.num_runs:
             raise ValueError(
                 f"num_python={self.num_python!r} must be in [1, "
@@ -91,15 +83,13 @@ class Config:
             )
 
 
-PANEL_SIZE_INCHES = (6.8, 2.8)
-
 CONFIGS = {
     "real": Config(),
     "smoke": Config(num_runs=2, num_steps=150, max_slots=8, num_python=2, rounds=1),
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, float]]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[dict[str, float]]:
     """Times all systems, round after round; a stopped run has complete rounds."""
     all_members = make_members(config)
     rows = []
@@ -246,7 +236,7 @@ def metrics(result: list[dict[str, float]]) -> dict[str, Any]:
     return medians | {"ratio": statistics.median(ratios), "rounds": len(result)}
 
 
-def summary(result: list[dict[str, float]]) -> list[ReportPart]:
+def summary(result: list[dict[str, float]]) -> list[lab.ReportPart]:
     """Tabulates the rates."""
     if not result:
         return []
@@ -260,10 +250,10 @@ def summary(result: list[dict[str, float]]) -> list[ReportPart]:
         lines.append(cells)
     note = (
         f"Medians of {numbers['rounds']} rounds, without compilation and first calls "
-        f"({format_seconds(numbers['first_calls_s'])})."
+        f"({lab.format_seconds(numbers['first_calls_s'])})."
     )
     heads = ["", "steps/s", "over Python", "steps/s of processor", "over Python"]
-    return [Sheet("steps of a scheduler in a second", heads, lines, note)]
+    return [lab.Sheet("steps of a scheduler in a second", heads, lines, note)]
 
 
 def plot(ax: "Axes", result: list[dict[str, float]]) -> None:
@@ -276,4 +266,15 @@ def plot(ax: "Axes", result: list[dict[str, float]]) -> None:
     if values[2]:
         title = f"Mapped runs simulate {values[1] / values[2]:.1f} times as many steps "
         title += "a second as plain Python"
-    set_labels(ax, title, "simulated [thousand steps/s]", "")
+    lab.set_labels(ax, title, "simulated [thousand steps/s]", "")
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    summary=summary,
+    metrics=metrics,
+    panels=lab.Panels(1, 1, 2.8),
+)

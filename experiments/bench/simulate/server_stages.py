@@ -7,7 +7,6 @@ the mean end-to-end and the median first-token time of the requests in the windo
 """
 
 import contextlib
-import dataclasses
 import statistics
 import sys
 import time
@@ -18,24 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
+from experiments import lab
 from experiments.bench.peer_process import PeerProcess, start_peers
 from experiments.bench.tables import draw_bars
 from experiments.harness import without_compilation_cache
-from jaxkv import clock, validation
-from jaxkv.plotting import set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    computed_column,
-    format_percent,
-    format_seconds,
-)
+from jaxkv import clock
 from scaling import shapes
 from scaling.calibration import (
     PUBLISHED_SERVERS,
@@ -80,8 +66,7 @@ NOT_RUN = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Measured stages, coefficients and peers."""
 
     runs: str = ""
@@ -93,61 +78,64 @@ class Config:
     coefficients: Path | None = None
     """Posterior of a server, as `jaxkv calibrate` writes it; None for the published
     one."""
-    draws: int = 32
+    draws: lab.PositiveInt = 32
     """Draws of the posterior that are simulated together."""
-    rounds: int = 5
+    rounds: lab.PositiveInt = 5
     """Turns of every system, after its first answer."""
     peer_python: Path | None = None
     """Python interpreter with aiconfigurator, which is timed."""
     blis: Path | None = None
     """Folder of BLIS's source with its built program `blis`, which is timed."""
 
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "draws", "rounds")
 
-
-PANEL_SIZE_INCHES = (6.8, 2.8)
 CONFIGS = {"stage": Config()}
 
 
-class StageAnswers(ResultTable):
+class StageAnswers(lab.ResultTable):
     """Answers of each system for each stage."""
 
-    stage: Texts = column("name of the stage")
-    system: Texts = column("name of the simulator")
-    first_s: Floats = column("first answer, with compilation", heading="first answer")
-    seconds: Floats = column(
-        "median of later answers", heading="later answers", form=format_seconds
+    stage: lab.Texts = lab.column("name of the stage")
+    system: lab.Texts = lab.column("name of the simulator")
+    first_s: lab.Floats = lab.column(
+        "first answer, with compilation", heading="first answer"
     )
-    cpu_s: Floats = column("the same in processor time", heading="processor time")
-    ratio: Floats = column(
+    seconds: lab.Floats = lab.column(
+        "median of later answers", heading="later answers", form=lab.format_seconds
+    )
+    cpu_s: lab.Floats = lab.column(
+        "the same in processor time", heading="processor time"
+    )
+    ratio: lab.Floats = lab.column(
         "time / that of all draws of jaxkv", heading="over jaxkv", form="{:.2f}x"
     )
-    end_to_end_s: Floats = column("mean end-to-end time", heading="end to end")
-    first_token_s: Floats = column("median first-token time", heading="first token")
-    measured_s: Floats = column("measured end-to-end time", is_reported=False)
-    measured_first_s: Floats = column("measured first-token time", is_reported=False)
-    fitted: Texts = column("stages that the coefficients were fitted to")
-    absent: Texts = column("reason for a missing answer")
+    end_to_end_s: lab.Floats = lab.column("mean end-to-end time", heading="end to end")
+    first_token_s: lab.Floats = lab.column(
+        "median first-token time", heading="first token"
+    )
+    measured_s: lab.Floats = lab.column("measured end-to-end time", is_reported=False)
+    measured_first_s: lab.Floats = lab.column(
+        "measured first-token time", is_reported=False
+    )
+    fitted: lab.Texts = lab.column("stages that the coefficients were fitted to")
+    absent: lab.Texts = lab.column("reason for a missing answer")
 
     @property
-    @computed_column(heading="error", form=format_percent)
+    @lab.computed_column(heading="error", form=lab.format_percent)
     def error(self) -> np.ndarray:
         """Relative error of the end-to-end time; NaN if none was measured."""
         return self.end_to_end_s / self.measured_s - 1
 
     @property
-    @computed_column(heading="error, first token", form=format_percent)
+    @lab.computed_column(heading="error, first token", form=lab.format_percent)
     def first_error(self) -> np.ndarray:
         """Relative error of the first-token time."""
         return self.first_token_s / self.measured_first_s - 1
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Answers of all systems."""
 
-    answers: StageAnswers = column("answers of each system for each stage")
+    answers: StageAnswers = lab.column("answers of each system for each stage")
 
 
 class StageAnswer(NamedTuple):
@@ -162,7 +150,7 @@ class StageAnswer(NamedTuple):
 type System = Callable[[MeasuredStage], StageAnswer]
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Times all systems on one stage after another; if stopped, keeps the finished.
 
     Raises:
@@ -276,7 +264,7 @@ def _compare(
     systems: dict[str, System],
     posterior: ServerPosterior,
     rounds: int,
-    progress: Progress,
+    progress: lab.Progress,
 ) -> list[list[object]]:
     """Returns a row for each system; none if stopped before the last round."""
     answers: dict[str, list[StageAnswer]] = {name: [] for name in systems}
@@ -328,10 +316,10 @@ def _compare(
     return rows
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns the answers, and the published errors of simulators."""
     answers = result.answers
-    parts = list[ReportPart]()
+    parts = list[lab.ReportPart]()
     if len(answers):
         shown = ("stage", "system", "first_s", "seconds", "cpu_s", "ratio")
         shown += ("end_to_end_s", "error", "first_token_s", "first_error", "fitted")
@@ -339,7 +327,7 @@ def summary(result: Result) -> list[ReportPart]:
             shown += ("absent",)
         parts.append(answers.sheet("one load stage of a vLLM server", *shown))
     heads = ("simulator", "end-to-end error", "source")
-    return [*parts, Sheet("published errors", heads, PUBLISHED_ERRORS, NOT_RUN)]
+    return [*parts, lab.Sheet("published errors", heads, PUBLISHED_ERRORS, NOT_RUN)]
 
 
 def plot(ax: "Axes", result: Result) -> None:
@@ -349,10 +337,15 @@ def plot(ax: "Axes", result: Result) -> None:
         answers = answers.where(stage=answers.stage[0])
         answers = answers.at(np.flatnonzero(np.isfinite(answers.seconds)))
     labels = [
-        f"{format_seconds(s)}, {100 * error:+.1f} %"
+        f"{lab.format_seconds(s)}, {100 * error:+.1f} %"
         for s, error in zip(answers.seconds, answers.error, strict=True)
     ]
     draw_bars(ax, answers.system.tolist(), answers.seconds.tolist(), labels)
     ax.margins(x=0.3)
     title = "Time of an answer, and its end-to-end error"
-    set_labels(ax, title, "time of an answer [s]", "")
+    lab.set_labels(ax, title, "time of an answer [s]", "")
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, summary=summary, panels=lab.Panels(1, 1, 2.8)
+)

@@ -16,25 +16,12 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
+from experiments import lab
 from experiments.bench import peer_process
 from experiments.bench.tables import split_details
 from experiments.bench.train import peers
 from experiments.bench.train.peers import JaxkvTrainer, PyTorchTrainer
 from experiments.harness import measure_in_turns, median_and_spread
-from jaxkv import validation
-from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultTable,
-    Texts,
-    column,
-    computed_column,
-    format_flops,
-    format_percent,
-)
 from scaling import training
 from scaling.corpora import VOCAB_SIZE
 
@@ -46,43 +33,35 @@ DETAILS = ("spread", "loss_gap", "optimizer", "ceiling_flops_per_s", "mfu", "ver
 DETAILS += ("absent",)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Model and workload, and the peers."""
 
     width: tuple[int, ...] = (16, 32, 64, 128)
     """Hidden sizes; each gives separate rows."""
-    num_layers: int = 2
+    num_layers: lab.PositiveInt = 2
     """Layers, each with an MLP of four times the width."""
-    head_dim: int = 16
+    head_dim: lab.PositiveInt = 16
     """Head size; the number of heads is width / head size."""
-    batch_size: int = 32
+    batch_size: lab.PositiveInt = 32
     """Windows per step."""
-    seq_len: int = 64
+    seq_len: lab.PositiveInt = 64
     """Predictions per window."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the forward and backward pass of jaxkv; peers compute in float32."""
-    rounds: int = 5
+    rounds: lab.PositiveInt = 5
     """Turns of every system."""
-    seconds: float = 2.0
+    seconds: lab.PositiveFloat = 2.0
     """Duration of a turn, in s."""
     peer_python: Path | None = None
     """Python interpreter with torch, which is timed in eager mode and compiled."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a field is out of range.
-        """
-        validation.at_least(
-            self, "num_layers", "head_dim", "batch_size", "seq_len", "rounds"
-        )
+        """Validates the fields."""
+        super().__post_init__()
         if not self.width or any(x < 1 or x % self.head_dim for x in self.width):
             raise ValueError(
                 f"width={self.width!r} must be multiples of head_dim={self.head_dim!r}"
             )
-        validation.above(self, "seconds")
 
 
 CONFIGS = {
@@ -118,24 +97,32 @@ class TrainingRow(TypedDict):
     absent: str
 
 
-class TrainingRates(ResultTable):
+class TrainingRates(lab.ResultTable):
     """Columns of the report; each is a key of the rows."""
 
-    width: Ints = column("hidden size", form=str)
-    implementation: Texts = column("name of the system", heading="system")
-    tokens_per_s: Floats = column("median rate", heading="tokens/s")
-    ratio: np.ndarray = column("rate / eager PyTorch's", form="{:.2f}")
-    spread: Floats = column("range of the rates / median", form=format_percent)
-    flops_per_s: Floats = column(
-        "operations per second at that rate", heading="FLOP/s", form=format_flops
+    width: lab.Ints = lab.column("hidden size", form=str)
+    implementation: lab.Texts = lab.column("name of the system", heading="system")
+    tokens_per_s: lab.Floats = lab.column("median rate", heading="tokens/s")
+    ratio: np.ndarray = lab.column("rate / eager PyTorch's", form="{:.2f}")
+    spread: lab.Floats = lab.column(
+        "range of the rates / median", form=lab.format_percent
     )
-    ceiling_flops_per_s: Floats = column("operations per second of large products")
-    compile_s: Floats = column("time before the first step", heading="compiling")
-    loss_gap: Floats = column("loss difference to jaxkv, first steps", form="{:.1e}")
-    optimizer: Texts = column("implementation of AdamW", heading="AdamW")
+    flops_per_s: lab.Floats = lab.column(
+        "operations per second at that rate", heading="FLOP/s", form=lab.format_flops
+    )
+    ceiling_flops_per_s: lab.Floats = lab.column(
+        "operations per second of large products"
+    )
+    compile_s: lab.Floats = lab.column(
+        "time before the first step", heading="compiling"
+    )
+    loss_gap: lab.Floats = lab.column(
+        "loss difference to jaxkv, first steps", form="{:.1e}"
+    )
+    optimizer: lab.Texts = lab.column("implementation of AdamW", heading="AdamW")
 
     @property
-    @computed_column(heading="of products", form=format_percent)
+    @lab.computed_column(heading="of products", form=lab.format_percent)
     def of_products(self) -> np.ndarray:
         """Operations per second relative to those of large matrix products."""
         return self.flops_per_s / self.ceiling_flops_per_s
@@ -145,7 +132,7 @@ REPORTED = ("width", "implementation", "tokens_per_s", "ratio", "spread", "flops
 REPORTED += ("of_products", "compile_s", "loss_gap", "optimizer")
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[TrainingRow]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[TrainingRow]:
     """Times every width with all systems; a stopped run has complete widths."""
     rows: list[TrainingRow] = []
     with contextlib.ExitStack() as stack:
@@ -234,8 +221,8 @@ def plot(ax: "Axes", result: list[TrainingRow]) -> None:
     rates = TrainingRates.of(result)
     for name in rates.distinct("implementation"):
         selected = rates.where(implementation=name)
-        draw_curve(ax, selected.width, selected.tokens_per_s / 1000, name, name)
-    use_powers_of_two(ax)
+        lab.draw_curve(ax, selected.width, selected.tokens_per_s / 1000, name, name)
+    lab.use_powers_of_two(ax)
     title = "Rate of training by width"
     ratios = [
         x["ratio"] for x in result if x["implementation"] == "jaxkv" and x["ratio"]
@@ -245,24 +232,33 @@ def plot(ax: "Axes", result: list[TrainingRow]) -> None:
         high = max(ratios)
         title = f"jaxkv trains {low:.2f} to {high:.2f} times as fast as PyTorch"
     rate = "training [thousand tokens/s]"
-    set_labels(ax, title, "width [features]", rate, yscale="log")
-    label_log_axis(ax.yaxis)
+    lab.set_labels(ax, title, "width [features]", rate, yscale="log")
+    lab.label_log_axis(ax.yaxis)
     if result:
         ax.legend()
 
 
-metrics = functools.partial(split_details, names=KEY_COLUMNS, details=DETAILS)
-
-
-def summary(result: list[TrainingRow]) -> list[ReportPart]:
+def summary(result: list[TrainingRow]) -> list[lab.ReportPart]:
     """Tabulates the rates of all systems, relative to matrix products."""
     if not result:
         return []
-    ceiling = format_flops(statistics.median(x["ceiling_flops_per_s"] for x in result))
+    ceiling = lab.format_flops(
+        statistics.median(x["ceiling_flops_per_s"] for x in result)
+    )
     note = f"Products of 2,048 x 2,048 matrices: {ceiling} per second."
     used = [x["mfu"] for x in result if x["mfu"] is not None]
     if used:
-        note += f" Of the data sheet's rate: {format_percent(max(used))} at best."
+        note += f" Of the data sheet's rate: {lab.format_percent(max(used))} at best."
     if result[0]["absent"]:
         note += f" Not timed: {result[0]['absent']}."
     return [TrainingRates.of(result).sheet("training", *REPORTED, note=note)]
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    summary=summary,
+    metrics=functools.partial(split_details, names=KEY_COLUMNS, details=DETAILS),
+)

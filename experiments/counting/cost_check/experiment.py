@@ -7,32 +7,18 @@ bytes that XLA plans for the compiled gradient are listed for comparison: XLA re
 some residuals and never holds all of them at once, so no formula predicts that number.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import models, validation
+from experiments import lab
+from jaxkv import models
 from jaxkv.models import ModelConfig, Params, param_shapes
-from jaxkv.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-)
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, Sheet
 from scaling.costs import (
     count_parameters,
     list_residuals,
@@ -50,43 +36,6 @@ _KEPT_SEQUENCE = 256
 because attention over shorter sequences keeps its weights."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """Size of the models; small enough for one attention tile."""
-
-    hidden_size: int = 256
-    """A multiple of 32: eight heads of even size."""
-    num_layers: int = 2
-    """Layers, unrolled."""
-    batch: int = 4
-    """Sequences."""
-    sequence: int = 128
-    """Tokens; at most one tile, because XLA counts a loop body once."""
-    families: tuple[str, ...] = ("llama", "qwen2", "qwen3", "gpt2", "opt")
-    """Model families."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: the sequence exceeds one tile, or a family is unknown.
-        """
-        if self.hidden_size < 32 or self.hidden_size % 32:
-            raise ValueError(
-                f"hidden_size={self.hidden_size!r} must be a multiple of 32"
-            )
-        validation.within(self, "sequence", low=1, high=128)
-        if self.num_layers < 1 or self.batch < 2:
-            raise ValueError(
-                f"num_layers={self.num_layers!r} must be at least 1, "
-                f"batch={self.batch!r} 2"
-            )
-        if unknown := {*self.families} - _FAMILY_SETTINGS.keys():
-            raise ValueError(
-                f"families={sorted(unknown)} must be in {list(_FAMILY_SETTINGS)}"
-            )
-
-
 _BIASED = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 _GPT_SETTINGS = {
     "norm": "layer",
@@ -102,7 +51,30 @@ _FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "opt": {**_GPT_SETTINGS, **_BIASED, "activation": "relu", "position_offset": 2},
 }
 
-PANEL_SIZE_INCHES = (6.8, 3.2)
+
+class Config(lab.ConfigRecord):
+    """Size of the models; small enough for one attention tile."""
+
+    hidden_size: int = 256
+    """A multiple of 32: eight heads of even size."""
+    num_layers: lab.PositiveInt = 2
+    """Layers, unrolled."""
+    batch: Annotated[int, lab.Range(2)] = 4
+    """Sequences."""
+    sequence: Annotated[int, lab.Range(1, 128)] = 128
+    """Tokens; at most one tile, because XLA counts a loop body once."""
+    families: Annotated[tuple[str, ...], lab.Choices(_FAMILY_SETTINGS)] = (
+        *_FAMILY_SETTINGS,
+    )
+    """Model families."""
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        super().__post_init__()
+        if self.hidden_size < 32 or self.hidden_size % 32:
+            raise ValueError(
+                f"hidden_size={self.hidden_size!r} must be a multiple of 32"
+            )
 
 
 class CountRow(TypedDict):
@@ -136,7 +108,7 @@ CONFIGS = {
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[CountRow]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[CountRow]:
     """Counts every model; a run that is stopped early has the completed ones."""
     families = progress.track(config.families, "models", "models")
     return [_row(config, family) for family in families]
@@ -200,17 +172,19 @@ def _count_vjp_bytes(model: ModelConfig, sequence: int, batch: int) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
 
 
-@claims_file(__file__).judge
-def claims(result: list[CountRow]) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: list[CountRow]) -> Iterator[lab.MeasuredValue]:
     """Compares the formulas with the counts."""
     for row in result:
-        yield measured("parameters", row["params"], published=row["params_jax"], **row)
+        yield lab.measured(
+            "parameters", row["params"], published=row["params_jax"], **row
+        )
         for phase in ("forward", "training"):
             formula, count = COUNT_PAIRS[phase]
-            yield measured(
+            yield lab.measured(
                 "operations", row[formula], published=row[count], phase=phase, **row
             )
-        yield measured(
+        yield lab.measured(
             "kept", row["kept_bytes"], published=row["kept_bytes_vjp"], **row
         )
 
@@ -230,7 +204,7 @@ def formula_over_count(row: CountRow, quantity: str) -> float:
     return row[formula] / row[count]
 
 
-def summary(result: list[CountRow]) -> list[ReportPart]:
+def summary(result: list[CountRow]) -> list[lab.ReportPart]:
     """Tabulates formulas and counts."""
     rows = [
         (
@@ -249,12 +223,12 @@ def summary(result: list[CountRow]) -> list[ReportPart]:
         "Forward, training, kept: ratio of formula to count. Temporary bytes: XLA's "
         "plan for the compiled gradient."
     )
-    return [Sheet("formula and count", (*heads, "temporary bytes"), rows, note)]
+    return [lab.Sheet("formula and count", (*heads, "temporary bytes"), rows, note)]
 
 
 MARKER_STYLES = (
-    *((BLUE, "o"), (SKY, "s"), (GREEN, "^")),
-    *((ORANGE, "D"), (RED, "v"), (PURPLE, "P")),
+    *((lab.BLUE, "o"), (lab.SKY, "s"), (lab.GREEN, "^")),
+    *((lab.ORANGE, "D"), (lab.RED, "v"), (lab.PURPLE, "P")),
 )
 """Colour and marker of the families, in order."""
 
@@ -269,13 +243,13 @@ def plot(ax: "Axes", result: list[CountRow]) -> None:
         shift = (i - (len(result) - 1) / 2) * 0.14
         ratios = [100 * formula_over_count(row, name) for name in COUNT_PAIRS]
         look = {"marker": marker, "linestyle": "", "markersize": 7}
-        draw_curve(ax, places + shift, ratios, color, row["family"], **look)
+        lab.draw_curve(ax, places + shift, ratios, color, row["family"], **look)
         off += [abs(x - 100) for x in ratios]
     ax.axhspan(98, 102, color="0.93", zorder=0)
-    draw_reference_line(ax, 100, "equal")
+    lab.draw_reference_line(ax, 100, "equal")
     ax.set_xticks(places, [COUNT_NAMES.get(name, name) for name in COUNT_PAIRS])
     title = f"The formulas are within {max(off):.1f} % of the counts of XLA"
-    set_labels(ax, title, "", "formula / count [%]", ylim=(96, 104))
+    lab.set_labels(ax, title, "", "formula / count [%]", ylim=(96, 104))
     ax.legend()
 
 
@@ -285,3 +259,6 @@ COUNT_NAMES = {
     "kept": "bytes kept",
 }
 """Labels of the quantities in the figure, if they differ from the keys."""
+
+
+STUDY = lab.Study(CONFIGS, list, run, plot, claims, summary, panels=lab.Panels(1, 1))

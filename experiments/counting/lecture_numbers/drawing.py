@@ -5,20 +5,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from experiments import lab
 from experiments.counting.lecture_numbers.bounds import (
     BATCH_SIZES,
     CONTEXT_LENGTHS,
     AttentionGrowth,
     LatencyBounds,
     Result,
-)
-from jaxkv import plotting
-from jaxkv.plotting import (
-    draw_curve,
-    draw_ridge,
-    label_log_axis,
-    set_labels,
-    use_powers_of_two,
 )
 
 if TYPE_CHECKING:
@@ -37,22 +30,24 @@ def _latencies(ax: "Axes", latencies: LatencyBounds) -> None:
     """Draws the quoted latency and the bound of every model, with their ratio."""
     places = range(len(latencies.model))
     shares = []
-    draw_curve(ax, places, latencies.lecture_s, "published", "lecture", linestyle="")
-    draw_curve(ax, places, latencies.bound_s, 5, "bandwidth bound", linestyle="")
+    lab.draw_curve(
+        ax, places, latencies.lecture_s, "published", "lecture", linestyle=""
+    )
+    lab.draw_curve(ax, places, latencies.bound_s, 5, "bandwidth bound", linestyle="")
     for x, low, high in zip(
         places, latencies.bound_s, latencies.lecture_s, strict=True
     ):
         ax.plot([x, x], [low, high], color="0.7", linewidth=1, zorder=0)
         shares.append(100 * low / high)
         at = x, math.sqrt(low * high)
-        plotting.annotate(ax, f"{shares[-1]:.0f} %", at, (5, 0), va="center_baseline")
+        lab.annotate(ax, f"{shares[-1]:.0f} %", at, (5, 0), va="center_baseline")
     names = [str(name).removeprefix("gpt3-") for name in latencies.model]
     ax.set_xticks(places, [name.upper() for name in names])
     title = f"Quoted latencies use {min(shares):.0f} to {max(shares):.0f} % "
     title += "of the bandwidth"
     y = f"time of {latencies.tokens} tokens [s]"
-    set_labels(ax, title, "", y, xlim=(-0.4, len(names) - 0.2), yscale="log")
-    label_log_axis(ax.yaxis)
+    lab.set_labels(ax, title, "", y, xlim=(-0.4, len(names) - 0.2), yscale="log")
+    lab.label_log_axis(ax.yaxis)
     ax.legend()
 
 
@@ -65,13 +60,13 @@ def _growth(ax: "Axes", growth: AttentionGrowth) -> None:
         (growth.scores_with, "attention, with", "with the cache", ":"),
     ):
         look = {"linestyle": line, "markersize": 3}
-        draw_curve(ax, growth.length, values, name, f"{label} cache", **look)
-    use_powers_of_two(ax)
+        lab.draw_curve(ax, growth.length, values, name, f"{label} cache", **look)
+    lab.use_powers_of_two(ax)
     saved = growth.all_without[-1] / growth.all_with[-1]
     title = f"LLaMA-7B: a cache saves {saved:,.0f}-fold at {growth.length[-1]:,} tokens"
     x = "tokens generated [tokens]"
     y = "operations [FLOP]"
-    set_labels(ax, title, x, y, yscale="log")
+    lab.set_labels(ax, title, x, y, yscale="log")
     ax.set_xticks([x for x in growth.length if math.log2(x) % 2 == 0])
     ax.legend()
 
@@ -83,9 +78,9 @@ def _intensity(ax: "Axes", result: Result) -> None:
         look = {"marker": marks[i % 4], "markersize": 3}
         color = (5, 1, 6, 3)[i % 4]
         label = f"context of {context:,} token{'s' * (context > 1)}"
-        draw_curve(ax, BATCH_SIZES, result.intensity[i], color, label, **look)
-    draw_ridge(ax, result.device, result.ridge)
-    use_powers_of_two(ax)
+        lab.draw_curve(ax, BATCH_SIZES, result.intensity[i], color, label, **look)
+    lab.draw_ridge(ax, result.device, result.ridge)
+    lab.use_powers_of_two(ax)
     bound = [
         c
         for c, x in zip(CONTEXT_LENGTHS, result.intensity, strict=True)
@@ -97,7 +92,7 @@ def _intensity(ax: "Axes", result: Result) -> None:
         title += "batch size"
     x = "batch [sequences]"
     y = "intensity [FLOP/byte]"
-    set_labels(ax, title, x, y, yscale="log")
-    label_log_axis(ax.yaxis)
+    lab.set_labels(ax, title, x, y, yscale="log")
+    lab.label_log_axis(ax.yaxis)
     ax.set_xticks([x for x in BATCH_SIZES if math.log2(x) % 2 == 0])
     ax.legend()

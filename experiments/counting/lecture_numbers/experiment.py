@@ -9,47 +9,32 @@ is fitted.
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
+from experiments import lab
 from experiments.counting.lecture_numbers import bounds, drawing
 from experiments.counting.lecture_numbers.bounds import Config, Result
-from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import report
-from jaxkv.report import (
-    ReportPart,
-    Sheet,
-    field_values,
-    format_bytes,
-    format_percent,
-    format_seconds,
-    to_rows,
-)
 
-PANELS = (3, 1)
-PANEL_SIZE_INCHES = (6.8, 3.0)
 CONFIGS = {"paper": Config(), "smoke": Config(tokens=16)}
-run = bounds.run
-plot = drawing.plot
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares every quoted number with its bound."""
     latencies = result.latencies
     requests = result.requests
     cache_sizes = result.kept
     need = latencies.num_devices.tolist()
     weights = latencies.weight_bytes.tolist()
-    largest = format_bytes(weights[0])
+    largest = lab.format_bytes(weights[0])
     filled_gb = weights[0] / 9e9
-    yield measured(
+    yield lab.measured(
         "gpt3_175b", need[0], weights=largest, need=need[0], filled_gb=filled_gb
     )
     for row in latency_rows(result):
         bound = row["bound_s"]
         quoted = row["lecture_s"]
         used = row["cards_used"]
-        yield measured(
+        yield lab.measured(
             "latency" if used == 1 else "latency_of_several",
             bound,
             published=quoted,
@@ -60,20 +45,24 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             turns_s=row["in_turn_s"],
             least=math.ceil(row["in_turn_s"] / quoted),
         )
-    yield measured("one_each", max(need[1:]), weights=format_bytes(weights[1]))
+    yield lab.measured("one_each", max(need[1:]), weights=lab.format_bytes(weights[1]))
     together = requests.together
     share = f"{100 / together:.0f} %" if together else "no share"
-    yield measured(
+    yield lab.measured(
         "several_at_a_time",
         together,
         batch=requests.batch,
         share=share,
         single=requests.alone,
     )
-    yield measured("llama_70b", cache_sizes.devices_70b, tokens=cache_sizes.tokens_70b)
-    yield measured("token_of_7b", cache_sizes.small / 1e6)
-    yield measured("token_of_13b", cache_sizes.large / 1e6)
-    yield measured("request", cache_sizes.request / 2**30, gb=cache_sizes.request / 1e9)
+    yield lab.measured(
+        "llama_70b", cache_sizes.devices_70b, tokens=cache_sizes.tokens_70b
+    )
+    yield lab.measured("token_of_7b", cache_sizes.small / 1e6)
+    yield lab.measured("token_of_13b", cache_sizes.large / 1e6)
+    yield lab.measured(
+        "request", cache_sizes.request / 2**30, gb=cache_sizes.request / 1e9
+    )
     growth = result.growth
     before, last = growth.length[-2:].tolist()
     for statement, values, exponent in (
@@ -81,7 +70,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         ("with one as t^2", growth.scores_with, 2),
     ):
         slope = math.log2(values[-1] / values[-2])
-        yield measured(
+        yield lab.measured(
             "growth",
             slope,
             published=exponent,
@@ -91,10 +80,10 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
 
 
-def latency_rows(result: Result) -> list[dict[str, Any]]:
+def latency_rows(result: Result) -> list[lab.Row]:
     """Returns the table of latencies, one row per model."""
     latencies = result.latencies
-    return to_rows(
+    return lab.to_rows(
         {
             "model": latencies.model,
             "weight_bytes": latencies.weight_bytes,
@@ -116,22 +105,22 @@ def metrics(result: Result) -> dict[str, object]:
         "requests_per_s_alone": result.requests.alone,
         "requests_per_s_together": result.requests.together,
         "requests_together": result.requests.batch,
-        **field_values(result.kept),
+        **lab.field_values(result.kept),
         "latencies": latency_rows(result),
     }
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Tabulates the latencies, and answers the questions asked in the lectures."""
     heads = ("model", "weights", "GPUs", "bound", "lecture", "implied")
     rows = [
         (
             row["model"],
-            format_bytes(row["weight_bytes"]),
+            lab.format_bytes(row["weight_bytes"]),
             f"{row['cards_used']}",
-            format_seconds(row["bound_s"]),
-            format_seconds(row["lecture_s"]),
-            format_percent(row["implied_share"]),
+            lab.format_seconds(row["bound_s"]),
+            lab.format_seconds(row["lecture_s"]),
+            lab.format_percent(row["implied_share"]),
         )
         for row in latency_rows(result)
     ]
@@ -141,8 +130,8 @@ def summary(result: Result) -> list[ReportPart]:
         f"({result.device}). Implied: share of that bandwidth which the lecture's "
         "time implies."
     )
-    spoken = [report.paragraph(*pair) for pair in spoken_answers(result).items()]
-    return [Sheet("one request", heads, rows, note), *spoken]
+    spoken = [lab.paragraph(*pair) for pair in spoken_answers(result).items()]
+    return [lab.Sheet("one request", heads, rows, note), *spoken]
 
 
 def spoken_answers(result: Result) -> dict[str, str]:
@@ -181,3 +170,15 @@ def spoken_answers(result: Result) -> dict[str, str]:
             "instead of t^2 / 2."
         ),
     }
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    bounds.run,
+    drawing.plot,
+    claims,
+    summary,
+    metrics,
+    panels=lab.Panels(3, 1, 3.0),
+)

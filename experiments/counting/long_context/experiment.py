@@ -6,29 +6,26 @@ peak memory of a device and the bytes it sends for attention. Two layers are eno
 because the traffic of weights does not depend on the sequence length.
 """
 
-import dataclasses
 from collections.abc import Iterator
+from typing import Annotated
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import count_compiled, predicted_traffic
-from jaxkv import validation
 from jaxkv.models import ModelConfig
-from jaxkv.plotting import draw_curve, label_log_axis, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
 from scaling.costs import parse_layout
 from scaling.training import check_trainable
 
-CLAIMS = claims_file(__file__)
-PANELS = (1, 2)
+CLAIMS = lab.claims_file(__file__)
 ONE_DEVICE = "one device"
 """Name of the layout on a single device."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+Lengths = Annotated[tuple[int, ...], lab.Ascending(2)]
+
+
+class Config(lab.ConfigRecord):
     """Layers of a model, sequence lengths, and parallel layouts."""
 
     hidden_size: int = 1024
@@ -38,20 +35,19 @@ class Config:
     vocab_size: int = 257
     """Bytes: a small vocabulary, so that logits do not dominate memory."""
     num_layers: int = 2
-    sequences: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
+    sequences: Lengths = (1024, 2048, 4096, 8192, 16384)
     """Sequence lengths in tokens, ascending."""
-    layouts: tuple[str, ...] = ("", "ulysses=8", "ring=8", "ring=4,ulysses=2")
+    layouts: Annotated[tuple[str, ...], lab.Entries(1)] = (
+        "",
+        "ulysses=8",
+        "ring=8",
+        "ring=4,ulysses=2",
+    )
     """Layouts in the syntax of `jaxkv cost`; one sequence, so without dp."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: a layout does not divide a sequence or the model.
-        """
-        validation.ascending(self, "sequences", low=2)
-        if not self.layouts:
-            raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
+        """Validates the fields."""
+        super().__post_init__()
         for words in self.layouts:
             layout = parse_layout(words)
             if layout.data > 1:
@@ -88,25 +84,31 @@ CONFIGS = {
 }
 
 
-class SequenceLayouts(ResultTable):
+class SequenceLayouts(lab.ResultTable):
     """Counts of one device, a row per sequence length and layout."""
 
-    layout: Texts = column("layout in the syntax of `jaxkv cost`, or one device")
-    sequence: Ints = column("tokens of the sequence", form="{:,}")
-    kept_bytes: Floats = column(
+    layout: lab.Texts = lab.column(
+        "layout in the syntax of `jaxkv cost`, or one device"
+    )
+    sequence: lab.Ints = lab.column("tokens of the sequence", form="{:,}")
+    kept_bytes: lab.Floats = lab.column(
         "peak bytes without parameters and gradients", heading="memory"
     )
-    attention_bytes: Floats = column(
+    attention_bytes: lab.Floats = lab.column(
         "bytes sent for attention, by the formulas", heading="for attention"
     )
-    sent_bytes: Floats = column("bytes sent in total, by the formulas", heading="sent")
-    found_bytes: Floats = column("bytes of the collectives", heading="collectives")
+    sent_bytes: lab.Floats = lab.column(
+        "bytes sent in total, by the formulas", heading="sent"
+    )
+    found_bytes: lab.Floats = lab.column(
+        "bytes of the collectives", heading="collectives"
+    )
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Counts of all programs."""
 
-    ways: SequenceLayouts = column(
+    ways: SequenceLayouts = lab.column(
         "a row per sequence length and layout",
         heading="one device in a training step of one sequence",
         note="Memory: XLA's plan for the program. Traffic other than attention is "
@@ -115,7 +117,7 @@ class Result(ResultRecord):
     )
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Compiles every layout and sequence; a stopped run has the completed ones."""
     jobs = [(words, size) for words in config.layouts for size in config.sequences]
     rows = []
@@ -134,11 +136,11 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares the formulas with the programs."""
     for row in result.ways.rows():
         words = {name: row[name] for name in ("layout", "sequence")}
-        yield measured(
+        yield lab.measured(
             "bytes", row["sent_bytes"], published=row["found_bytes"], **words
         )
 
@@ -150,12 +152,12 @@ def plot(axes: np.ndarray, result: Result) -> None:
         selected = ways.where(layout=name)
         # Name of the layout's colour.
         system = " and ".join(x for x in ("ring", "ulysses") if x in name) or ONE_DEVICE
-        draw_curve(
+        lab.draw_curve(
             memory_ax, selected.sequence, selected.kept_bytes / 1e9, system, name
         )
         if selected.attention_bytes.any():
             size = selected.attention_bytes / 1e9
-            draw_curve(sent, selected.sequence, size, system, name)
+            lab.draw_curve(sent, selected.sequence, size, system, name)
     longest = ways.where(sequence=max(ways.distinct("sequence"), default=0))
     single_bytes = longest.where(layout=ONE_DEVICE).kept_bytes
     divided = longest.at(longest.layout != ONE_DEVICE)
@@ -174,9 +176,12 @@ def plot(axes: np.ndarray, result: Result) -> None:
     x = "length of a sequence [1,024 tokens]"
     labels = ("activation memory of a device [GB]", "sent by a device [GB]")
     for ax, title, y in zip(axes, titles, labels, strict=True):
-        set_labels(ax, title, x, y, xscale="log", yscale="log")
+        lab.set_labels(ax, title, x, y, xscale="log", yscale="log")
         ax.set_xticks(shown := list(ways.distinct("sequence")))
         ax.set_xticks([], minor=True)
         ax.set_xticklabels([f"{num / 1024:g}" for num in shown])
-        label_log_axis(ax.yaxis)
+        lab.label_log_axis(ax.yaxis)
         ax.legend()
+
+
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(1, 2))

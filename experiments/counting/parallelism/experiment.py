@@ -7,28 +7,14 @@ the programs existed. All counts are linear in the number of layers, so programs
 and two layers determine those of the whole model.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import count_compiled, predicted_traffic
-from jaxkv import plotting, validation
 from jaxkv.models import ModelConfig
-from jaxkv.plotting import draw_curve, set_labels, system_style
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Texts,
-    column,
-    computed_column,
-)
 from scaling import shapes
 from scaling.costs import max_device_params, parse_layout, training_step_flops
 from scaling.shapes import describe_config
@@ -37,21 +23,20 @@ from scaling.training import check_trainable
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """A model, a batch, and parallel layouts."""
 
     model: str = "llama-2-7b"
     """Dense model of `scaling.shapes.published`."""
-    batch: int = 8
+    batch: lab.PositiveInt = 8
     """Sequences over all devices."""
-    sequence: int = 128
+    sequence: Annotated[int, lab.Range(2, 128)] = 128
     """Tokens per sequence; at most one attention tile, because XLA counts a loop body
     once."""
-    layouts: tuple[str, ...] = (
+    layouts: Annotated[tuple[str, ...], lab.Entries(1)] = (
         "dp=8",
         "tp=8",
         "tp=8,sp",
@@ -65,16 +50,8 @@ class Config:
     """Layouts in the syntax of `jaxkv cost`."""
 
     def __post_init__(self) -> None:
-        """Validates the fields.
-
-        Raises:
-          ValueError: there is no layout, or a layout does not divide the model or the
-            batch.
-        """
-        validation.at_least(self, "batch")
-        validation.within(self, "sequence", low=2, high=128)
-        if not self.layouts:
-            raise ValueError(f"layouts={self.layouts!r} must be 1 or more")
+        """Validates the fields."""
+        super().__post_init__()
         for words in self.layouts:
             layout = parse_layout(words)
             check_trainable(self.shape(1), layout, sequence_length=self.sequence)
@@ -105,52 +82,70 @@ class Config:
         )
 
 
-PANEL_SIZE_INCHES = (6.8, 4.2)
-
 CONFIGS = {
     "real": Config(),
     "smoke": Config(model="smollm2-135m", batch=2, layouts=("tp=3", "ring=2,dp=2")),
 }
 
 
-class LayoutCosts(ResultTable):
+class LayoutCosts(lab.ResultTable):
     """Counts of one device, a row per layout."""
 
-    layout: Texts = column("layout in the syntax of `jaxkv cost`")
-    devices: Ints = column("devices of the mesh")
-    params: Floats = column("parameters of a device, by the formula")
-    params_given: Floats = column("parameters in the programs", heading="in program")
-    sent_bytes: Floats = column("bytes sent in a step, by the formulas")
-    found_bytes: Floats = column("bytes of the collectives", heading="collectives")
-    flops: Floats = column("operations in a step, by the formula")
-    flops_found: Floats = column("operations counted by XLA", heading="counted")
+    layout: lab.Texts = lab.column("layout in the syntax of `jaxkv cost`")
+    devices: lab.Ints = lab.column("devices of the mesh")
+    params: lab.Floats = lab.column("parameters of a device, by the formula")
+    params_given: lab.Floats = lab.column(
+        "parameters in the programs", heading="in program"
+    )
+    sent_bytes: lab.Floats = lab.column("bytes sent in a step, by the formulas")
+    found_bytes: lab.Floats = lab.column(
+        "bytes of the collectives", heading="collectives"
+    )
+    flops: lab.Floats = lab.column("operations in a step, by the formula")
+    flops_found: lab.Floats = lab.column("operations counted by XLA", heading="counted")
 
     @property
-    @computed_column(heading="counted / formula", form="{:.3f}")
+    @lab.computed_column(heading="counted / formula", form="{:.3f}")
     def flops_ratio(self) -> np.ndarray:
         """Operations that XLA counts, divided by those of the formula."""
         return self.flops_found / self.flops
 
 
-class SentBytes(ResultTable):
+class SentBytes(lab.ResultTable):
     """Bytes sent by kind of parallelism, according to the formulas."""
 
-    layout: Texts = column("layout in the syntax of `jaxkv cost`")
-    scheme: Texts = column("scheme of `traffic.Traffic`")
-    forward_bytes: Floats = column("bytes of the forward pass", heading="forward")
-    backward_bytes: Floats = column("bytes of the backward pass", heading="backward")
+    layout: lab.Texts = lab.column("layout in the syntax of `jaxkv cost`")
+    scheme: lab.Texts = lab.column("scheme of `traffic.Traffic`")
+    forward_bytes: lab.Floats = lab.column(
+        "bytes of the forward pass", heading="forward"
+    )
+    backward_bytes: lab.Floats = lab.column(
+        "bytes of the backward pass", heading="backward"
+    )
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Counts of all programs."""
 
-    ways: LayoutCosts = column("a row per layout")
-    parts: SentBytes = column("bytes by kind of parallelism")
-    num_layers: int = column("layers of the whole model")
-    model: str = column("name of the model")
+    ways: LayoutCosts = lab.column(
+        "a row per layout",
+        heading="one device in a training step, {0.model}, {0.num_layers} layers",
+        columns=(
+            *("layout", "devices", "params", "params_given"),
+            *("sent_bytes", "found_bytes", "flops_ratio"),
+        ),
+        note="Parameters and collectives of the program: extrapolated from programs of "
+        "one and two layers.",
+    )
+    parts: SentBytes = lab.column(
+        "bytes by kind of parallelism",
+        heading="bytes sent by a device, by the formulas",
+    )
+    num_layers: int = lab.column("layers of the whole model", is_shown=False)
+    model: str = lab.column("name of the model", is_shown=False)
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Compiles every layout for one and two layers; a stopped run is partial."""
     num_layers = shapes.describe(config.model).num_layers
     rows = []
@@ -184,42 +179,18 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(LayoutCosts.of(rows), SentBytes.of(parts), num_layers, config.model)
 
 
-def summary(result: Result) -> list[ReportPart]:
-    """Tabulates parameters, traffic and operations of a device, and traffic by kind."""
-    model = f"{result.model}, {result.num_layers} layers"
-    return [
-        result.ways.sheet(
-            f"one device in a training step, {model}",
-            "layout",
-            "devices",
-            "params",
-            "params_given",
-            "sent_bytes",
-            "found_bytes",
-            "flops_ratio",
-            note="Parameters and collectives of the program: extrapolated from "
-            "programs of one and two layers.",
-        ),
-        result.parts.sheet(
-            "bytes sent by a device, by the formulas",
-            "layout",
-            "scheme",
-            "forward_bytes",
-            "backward_bytes",
-        ),
-    ]
-
-
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares the formulas with the programs."""
     for row in result.ways.rows():
         words = {"layout": row["layout"]}
-        yield measured(
+        yield lab.measured(
             "bytes", row["sent_bytes"], published=row["found_bytes"], **words
         )
-        yield measured("params", row["params"], published=row["params_given"], **words)
-        yield measured("flops", row["flops"], published=row["flops_found"], **words)
+        yield lab.measured(
+            "params", row["params"], published=row["params_given"], **words
+        )
+        yield lab.measured("flops", row["flops"], published=row["flops_found"], **words)
 
 
 def plot(ax: "Axes", result: Result) -> None:
@@ -232,14 +203,16 @@ def plot(ax: "Axes", result: Result) -> None:
         scheme_parts = parts.where(scheme=scheme)
         rows = [place[name] for name in scheme_parts.layout]
         size = (scheme_parts.forward_bytes + scheme_parts.backward_bytes) / 1e9
-        ax.barh(rows, size, 0.62, left[rows], label=scheme, **system_style(scheme).bar)
+        ax.barh(
+            rows, size, 0.62, left[rows], label=scheme, **lab.system_style(scheme).bar
+        )
         left[rows] += size
     sent_gb = ways.found_bytes / 1e9
     look = {"marker": "|", "markersize": 20, "linestyle": "", "markeredgewidth": 2}
     label = "counted in the compiled program"
-    draw_curve(ax, sent_gb, [*place.values()], 0, label, **look)
+    lab.draw_curve(ax, sent_gb, [*place.values()], 0, label, **look)
     for i, value in enumerate(sent_gb):
-        plotting.annotate(ax, f"{value:.1f}", (value, i), (6, 0), va="center_baseline")
+        lab.annotate(ax, f"{value:.1f}", (value, i), (6, 0), va="center_baseline")
     ax.set_yticks([*place.values()], [*place])
     ax.tick_params(axis="y", length=0)
     ax.margins(x=0.1)
@@ -252,5 +225,8 @@ def plot(ax: "Axes", result: Result) -> None:
         max_name = names[int(sent_gb.argmax())]
         title = f"{min_name} sends least, {sent_gb.min():.1f} GB a step; "
         title += f"{max_name} sends {sent_gb.max() / sent_gb.min():.0f} times as much"
-    set_labels(ax, title, "sent by a device in a step [GB]", "")
+    lab.set_labels(ax, title, "sent by a device in a step [GB]", "")
     ax.legend()
+
+
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(1, 1, 4.2))

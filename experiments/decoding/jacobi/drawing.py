@@ -5,14 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxkv import plotting
-from jaxkv.plotting import (
-    BLUE,
-    SYSTEM_STYLES,
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-)
+from experiments import lab
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +37,7 @@ def _block(ax: "Axes", picture: "BlockTrace") -> None:
     x = "place in the block [tokens]"
     y = "iteration [1]"
     if not len(picture):
-        set_labels(ax, title, x, y)
+        lab.set_labels(ax, title, x, y)
         return
     tokens = picture.tokens[:, :MAX_SHOWN_TOKENS]
     fixed = picture.fixed
@@ -52,7 +45,7 @@ def _block(ax: "Axes", picture: "BlockTrace") -> None:
     right = tokens == tokens[-1]
     is_fixed = place < fixed[:, None]
     shade = np.where(is_fixed, 2, np.where(right, 1, 0))
-    blue = np.array(plotting.colors()[BLUE])
+    blue = np.array(lab.colors()[lab.BLUE])
     colors = np.stack([np.full(3, 0.96), 0.55 + 0.45 * blue, 0.1 + 0.9 * blue])
     ax.imshow(colors[shade], aspect="auto", interpolation="nearest")
     names = ("wrong", "right by chance", "right for good")
@@ -62,7 +55,7 @@ def _block(ax: "Axes", picture: "BlockTrace") -> None:
     num = int(np.argmax(fixed >= tokens.shape[1])) if len(fixed) else 0
     title = f"A block of {tokens.shape[1]} tokens is right for good after {num} "
     title += "iterations"
-    set_labels(ax, title, x, y)
+    lab.set_labels(ax, title, x, y)
 
 
 def _steps(ax: "Axes", blocks: "BlockTable") -> None:
@@ -71,7 +64,7 @@ def _steps(ax: "Axes", blocks: "BlockTable") -> None:
     for temperature in blocks.distinct("temperature"):
         selected = blocks.where(temperature=temperature)
         name = _kind(temperature)
-        draw_curve(ax, selected.length, selected.steps, name, name)
+        lab.draw_curve(ax, selected.length, selected.steps, name, name)
         max_rate = max(max_rate, float(np.max(selected.length / selected.steps)))
     title = "Iterations until the fixed point"
     if len(blocks):
@@ -83,7 +76,7 @@ def _steps(ax: "Axes", blocks: "BlockTable") -> None:
         title = f"Iterating finds {max_rate:.2f} tokens a step at best"
     x = "length of a block [tokens]"
     y = "iterations [mean]"
-    set_labels(ax, title, x, y, ylim=(0, None))
+    lab.set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def _kind(temperature: float) -> str:
@@ -94,18 +87,18 @@ def draw_speeds(ax: "Axes", runs_by_name: Mapping[str, "DecodingRuns"]) -> None:
     """Draws tokens per step and speed of the engine by draft length."""
     best = 0.0
     for nth, (name, runs) in enumerate(runs_by_name.items()):
-        system = name if name in SYSTEM_STYLES else (5, 6)[nth % 2]
+        system = name if name in lab.SYSTEM_STYLES else (5, 6)[nth % 2]
         look = {"linestyle": ":", "marker": "^"}
         label = f"{name}, tokens a step"
-        draw_curve(ax, runs.num_drafts, runs.tokens_per_step, system, label, **look)
-        draw_curve(ax, runs.num_drafts, runs.speed, system, f"{name}, speed")
+        lab.draw_curve(ax, runs.num_drafts, runs.tokens_per_step, system, label, **look)
+        lab.draw_curve(ax, runs.num_drafts, runs.speed, system, f"{name}, speed")
         if len(runs):
             best = max(best, float(np.nanmax(runs.speed)))
-    draw_reference_line(ax, 1, "plain decoding")
+    lab.draw_reference_line(ax, 1, "plain decoding")
     title = "Speed of the engine by drafts"
     if any(map(len, runs_by_name.values())):
         ax.legend()
         title = f"The engine has at best {best:.2f} times the speed of plain decoding"
     x = "drafts a step [tokens]"
     y = "over plain decoding [ratio]"
-    set_labels(ax, title, x, y, ylim=(0, None))
+    lab.set_labels(ax, title, x, y, ylim=(0, None))

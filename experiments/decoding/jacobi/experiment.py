@@ -5,4 +5,4 @@ One study uses the bundled model as it is, the other fine-tunes it (CLLM).
 
 from experiments.decoding.jacobi import fine_tuning, from_text
 
-STUDIES = (from_text, fine_tuning)
+STUDIES = (from_text.STUDY, fine_tuning.STUDY)

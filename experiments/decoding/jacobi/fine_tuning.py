@@ -11,30 +11,17 @@ Source: Kou et al. 2024, arXiv:2403.00835.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import lab
 from experiments.decoding.jacobi import blocks, drawing, from_text
 from experiments.decoding.speculation import held_out, on_text
-from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import load_text_model
-from jaxkv import plotting, validation
 from jaxkv.models import LoadedModel, Params, save_model
-from jaxkv.plotting import draw_curve, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Texts,
-    column,
-    computed_column,
-)
 from jaxkv.sampling import Sampling
 from scaling.corpora import STANDARD_LIBRARY, Corpus, CorpusConfig, open_corpus
 from scaling.training import (
@@ -48,14 +35,13 @@ from scaling.training import (
     train_in_memory,
 )
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 BEFORE = "as it was"
 AFTER = "fine-tuned"
 TOGETHER = 32
 """Blocks that are found in one batch."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
     """Training data, training of a byte-level model, and its evaluation."""
 
@@ -63,23 +49,23 @@ class Config(held_out.TextConfig):
     """Training text of the model."""
     objective: Consistency = dataclasses.field(default_factory=Consistency)
     """Lengths of prompts, blocks and texts."""
-    num_texts: int = 640
+    num_texts: lab.PositiveInt = 640
     """Pieces of training text after which blocks are found."""
-    guesses: int = 8
+    guesses: lab.PositiveInt = 8
     """Intermediate guesses of each block that are trained on."""
-    num_steps: int = 400
+    num_steps: lab.PositiveInt = 400
     """Training steps."""
-    batch_size: int = 8
+    batch_size: lab.PositiveInt = 8
     """Guesses per step, each paired with a piece of text."""
-    learning_rate: float = 7e-4
+    learning_rate: Annotated[float, lab.Range(0, ends="()")] = 7e-4
     """Peak learning rate; it decays to 0 over the second half."""
-    num_held_out: int = 64
+    num_held_out: lab.PositiveInt = 64
     """Pieces of held-out text after which blocks are found before and after."""
-    scored_windows: int = 256
+    scored_windows: lab.PositiveInt = 256
     """Held-out windows of 512 tokens for bits per byte."""
     num_prompts: int = 4
     """Texts that the engine continues, one at a time."""
-    num_drafts: tuple[int, ...] = (3, 7, 15)
+    num_drafts: lab.AscendingInts = (3, 7, 15)
     """Draft lengths of the engine's drafter."""
     steps_per_call: int = 4
     """Steps per call of the engine."""
@@ -89,10 +75,6 @@ class Config(held_out.TextConfig):
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        validation.at_least(self, "num_texts", "guesses", "num_steps", "batch_size")
-        validation.at_least(self, "num_held_out", "scored_windows")
-        validation.above(self, "learning_rate", finite=True)
-        validation.ascending(self, "num_drafts", low=1)
         self.check_answer_length(self.num_drafts[-1])
 
     def recipe(self, model: LoadedModel) -> TrainConfig:
@@ -113,41 +95,51 @@ class Config(held_out.TextConfig):
 
 CONFIGS = {"cllm": Config(export="runs/stdlib-bytes-cllm")}
 
-PANELS = (2, 2)
 
-
-class ModelTable(ResultTable):
+class ModelTable(lab.ResultTable):
     """Quality and iterations of the model before and after training."""
 
-    model: Texts = column("before or after")
-    bits_per_byte: Floats = column("on held-out text", form="{:.4f}")
-    num_blocks: Ints = column("blocks of held-out text", heading="blocks")
-    length: Ints = column("tokens of a block", heading="tokens")
-    steps: Floats = column("mean iterations per block", form="{:.2f}")
+    model: lab.Texts = lab.column("before or after")
+    bits_per_byte: lab.Floats = lab.column("on held-out text", form="{:.4f}")
+    num_blocks: lab.Ints = lab.column("blocks of held-out text", heading="blocks")
+    length: lab.Ints = lab.column("tokens of a block", heading="tokens")
+    steps: lab.Floats = lab.column("mean iterations per block", form="{:.2f}")
 
     @property
-    @computed_column(heading="tokens a step", form="{:.2f}")
+    @lab.computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
         """Mean block tokens per iteration."""
         return self.length / np.maximum(self.steps, 1e-9)
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Training curve, and both models' measurements."""
 
-    models: ModelTable = column("before and after")
-    runs: on_text.DecodingRuns = column("runs of the engine's drafter")
-    trained: Ints = column("training step of each report", is_reported=False)
-    loss: Floats = column(
+    models: ModelTable = lab.column(
+        "before and after",
+        heading="before and after",
+        note="Blocks of held-out text; initial guesses repeat the token before. Bits "
+        "per byte on held-out text show the quality of the fine-tuned model: a model "
+        "that repeats one token finds every block in one step.",
+    )
+    runs: on_text.DecodingRuns = lab.column(
+        "runs of the engine's drafter",
+        heading=from_text.DRAFTER,
+        columns=("way", *from_text.DRAFTER_COLUMNS),
+        note="The same prompts, greedily, each model alternating with its own plain "
+        "decoding. The two models generate different texts.",
+    )
+    trained: lab.Ints = lab.column("training step of each report", is_reported=False)
+    loss: lab.Floats = lab.column(
         "consistency loss in nats per block token, mean since the last report",
         is_reported=False,
     )
-    num_records: int = column("trained guesses", heading="guesses")
-    train_s: float = column("wall-clock time of training")
-    device: str = column("kind of device")
+    num_records: int = lab.column("trained guesses", heading="guesses", is_shown=False)
+    train_s: float = lab.column("wall-clock time of training", is_shown=False)
+    device: str = lab.column("kind of device", is_shown=False)
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Finds blocks, trains, and evaluates both models, unless stopped before.
 
     Raises:
@@ -209,7 +201,7 @@ def _find_blocks(
 
 
 def _records(
-    config: Config, model: LoadedModel, corpus: Corpus, progress: Progress
+    config: Config, model: LoadedModel, corpus: Corpus, progress: lab.Progress
 ) -> np.ndarray:
     """Returns training records from trajectories after pieces of the training text."""
     sizes = config.objective
@@ -297,54 +289,43 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-NOTES = (
-    "Blocks of held-out text; initial guesses repeat the token before. Bits per byte "
-    "on held-out text show the quality of the fine-tuned model: a model that repeats "
-    "one token finds every block in one step.",
-    "The same prompts, greedily, each model alternating with its own plain decoding. "
-    "The two models generate different texts.",
-)
-
-
-def summary(result: Result) -> list[ReportPart]:
-    """Returns tables of both models, and of the engine with each."""
-    sheets = [
-        result.models.sheet("before and after", note=NOTES[0]),
-        from_text.drafter_sheet(result.runs, result.device, "way", note=NOTES[1]),
-    ]
-    return [sheet for sheet in sheets if sheet.rows]
-
-
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares tokens with plain decoding, and the speed-up with CLLM's."""
     runs = result.runs
     if len(runs):
         num = int(runs.num_tokens.sum())
-        yield measured("lossless", runs.num_other.sum(), num=num)
+        yield lab.measured("lossless", runs.num_other.sum(), num=num)
         best = [np.nanmax(runs.where(way=method).speed) for method in (AFTER, BEFORE)]
-        yield measured("tuned", best[0], before=f"{best[1]:.2f}", device=result.device)
+        yield lab.measured(
+            "tuned", best[0], before=f"{best[1]:.2f}", device=result.device
+        )
 
 
 def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the loss, and tokens per step of blocks and of the engine."""
     loss, blocks, engine, unused = axes.flat
     unused.remove()
-    draw_curve(loss, result.trained, result.loss, 5, marker="")
+    lab.draw_curve(loss, result.trained, result.loss, 5, marker="")
     title = "Loss of training"
     x = "training [steps]"
     y = "loss [nats/token]"
     if len(result.loss):
         title = f"The consistency loss falls to {result.loss[-1]:.2f} nats/token"
-    set_labels(loss, title, x, y, ylim=(0, None))
+    lab.set_labels(loss, title, x, y, ylim=(0, None))
     models = result.models
-    color = plotting.colors()[5]
+    color = lab.colors()[5]
     bars = blocks.bar(models.model, models.tokens_per_step, 0.6, color=color)
     labels = [f"{bits:.3f}\nbits/byte" for bits in models.bits_per_byte]
     blocks.bar_label(bars, labels, padding=2)
     blocks.margins(y=0.25)
     length = models.length[0] if len(models) else 0
     title = f"Blocks of {length}: tokens found a step, and the model's loss"
-    set_labels(blocks, title, "", "found [tokens/step]")
+    lab.set_labels(blocks, title, "", "found [tokens/step]")
     runs_by_name = {name: result.runs.where(way=name) for name in (AFTER, BEFORE)}
     drawing.draw_speeds(engine, runs_by_name)
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, lab.sheets, metrics, panels=lab.Panels(2, 2)
+)

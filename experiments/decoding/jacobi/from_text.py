@@ -6,47 +6,34 @@ decoding. By the theorem a block takes at most m iterations, and every iteration
 another token. The engine's own Jacobi drafter shows the resulting speed.
 """
 
-import dataclasses
 from collections.abc import Iterator
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
+from experiments import lab
 from experiments.decoding.jacobi import blocks, drawing
 from experiments.decoding.speculation import held_out, on_text, serving
-from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import load_text_model
-from jaxkv import validation
 from jaxkv.models import LoadedModel
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    column,
-    computed_column,
-)
 from jaxkv.sampling import Sampling
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 WAY = "Jacobi"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
     """Text, blocks and lengths."""
 
-    lengths: tuple[int, ...] = (4, 8, 16, 32)
+    lengths: lab.AscendingInts = (4, 8, 16, 32)
     """Tokens of a block."""
-    picture_tokens: int = 32
+    picture_tokens: lab.PositiveInt = 32
     """Tokens of the drawn block, the first of the first text."""
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+    temperatures: Annotated[tuple[float, ...], lab.Range(0, 2)] = (0.0, 1.0)
     """Sampling temperatures; 0 is greedy."""
-    num_drafts: tuple[int, ...] = (3, 7, 15, 31)
+    num_drafts: lab.AscendingInts = (3, 7, 15, 31)
     """Draft lengths of the engine's drafter."""
     steps_per_call: int = 4
     """Steps per call of the engine."""
@@ -54,14 +41,9 @@ class Config(held_out.TextConfig):
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        validation.at_least(self, "picture_tokens")
-        validation.ascending(self, "lengths", "num_drafts", low=1)
-        validation.within(self, "temperatures", low=0, high=2)
         longest = max(*self.lengths, self.picture_tokens)
         self.check_answer_length(self.num_drafts[-1], longest)
 
-
-PANELS = (2, 2)
 
 CONFIGS = {
     "real": Config(),
@@ -79,45 +61,68 @@ CONFIGS = {
 }
 
 
-class BlockTable(ResultTable):
+class BlockTable(lab.ResultTable):
     """Iterations of blocks by length and temperature."""
 
-    length: Ints = column("tokens of a block", heading="tokens")
-    temperature: Floats = column("0 is greedy")
-    num_blocks: Ints = column("blocks", heading="blocks")
-    steps: Floats = column("mean iterations", form="{:.2f}")
-    most_steps: Ints = column("most iterations of a block", heading="most steps")
-    num_late: Ints = column("blocks with more iterations than tokens", heading="late")
-    num_stuck: Ints = column("iterations that fixed no token", heading="stuck")
-    num_other: Ints = column(
+    length: lab.Ints = lab.column("tokens of a block", heading="tokens")
+    temperature: lab.Floats = lab.column("0 is greedy")
+    num_blocks: lab.Ints = lab.column("blocks", heading="blocks")
+    steps: lab.Floats = lab.column("mean iterations", form="{:.2f}")
+    most_steps: lab.Ints = lab.column(
+        "most iterations of a block", heading="most steps"
+    )
+    num_late: lab.Ints = lab.column(
+        "blocks with more iterations than tokens", heading="late"
+    )
+    num_stuck: lab.Ints = lab.column("iterations that fixed no token", heading="stuck")
+    num_other: lab.Ints = lab.column(
         "tokens that differ from plain decoding's", heading="other tokens"
     )
 
     @property
-    @computed_column(heading="tokens a step", form="{:.2f}")
+    @lab.computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
         """Mean block tokens per iteration."""
         return self.length / np.maximum(self.steps, 1e-9)
 
 
-class BlockTrace(ResultTable):
+class BlockTrace(lab.ResultTable):
     """Iterations of one block."""
 
-    tokens: Int[np.ndarray, "rows places"] = column("guesses")
-    fixed: Ints = column("length of the correct prefix")
+    tokens: Int[np.ndarray, "rows places"] = lab.column("guesses")
+    fixed: lab.Ints = lab.column("length of the correct prefix")
 
 
-class Result(ResultRecord):
+DRAFTER = "the engine's drafter, one sequence on {0.device}"
+DRAFTER_COLUMNS = (
+    *("num_drafts", "tokens_per_step", "cost", "speed", "num_tokens", "num_other"),
+)
+
+
+class Result(lab.ResultRecord):
     """Iterations of blocks, and runs of the engine."""
 
-    blocks: BlockTable = column("by length and temperature")
-    picture: BlockTrace = column("one block")
-    runs: on_text.DecodingRuns = column("runs of the engine's drafter")
-    output_tokens: int = column("tokens of each answer", is_reported=False)
-    device: str = column("kind of device")
+    blocks: BlockTable = lab.column(
+        "by length and temperature",
+        heading="steps until a block is found",
+        note="A block starts from guesses of token 0 after the text of plain decoding. "
+        "Steps: iterations until the guesses stop changing. A model without "
+        "fine-tuning seldom predicts a token correctly after a wrong one, so blocks "
+        "take nearly as many steps as they have tokens.",
+    )
+    picture: BlockTrace = lab.column("one block", is_shown=False)
+    runs: on_text.DecodingRuns = lab.column(
+        "runs of the engine's drafter",
+        heading=DRAFTER,
+        columns=("temperature", *DRAFTER_COLUMNS),
+        note="The engine's window moves with the text and keeps later guesses. Times "
+        "as fast as plain decoding: tokens a step / relative cost of a step.",
+    )
+    output_tokens: int = lab.column("tokens of each answer", is_reported=False)
+    device: str = lab.column("kind of device", is_shown=False)
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Finds blocks, then decodes with the engine; if stopped, keeps finished parts.
 
     Raises:
@@ -156,7 +161,7 @@ def _count_blocks(
     asks: list[Sampling],
     answers: list[list[int]],
     length: int,
-) -> tuple[float, ...]:
+) -> tuple[Any, ...]:
     """Returns a row of `BlockTable` from the whole blocks of all answers."""
     contexts = []
     wanted = []
@@ -178,54 +183,29 @@ def _count_blocks(
     return (length, asks[0].temperature, *counts)
 
 
-NOTES = (
-    "A block starts from guesses of token 0 after the text of plain decoding. Steps: "
-    "iterations until the guesses stop changing. A model without fine-tuning seldom "
-    "predicts a token correctly after a wrong one, so blocks take nearly as many steps "
-    "as they have tokens.",
-    "The engine's window moves with the text and keeps later guesses. Times as fast as "
-    "plain decoding: tokens a step / relative cost of a step.",
-)
-
-
-def summary(result: Result) -> list[ReportPart]:
-    """Returns tables of blocks and of the engine."""
-    sheets = [
-        result.blocks.sheet("steps until a block is found", note=NOTES[0]),
-        drafter_sheet(result.runs, result.device, "temperature", note=NOTES[1]),
-    ]
-    return [sheet for sheet in sheets if sheet.rows]
-
-
-def drafter_sheet(
-    runs: on_text.DecodingRuns, device: str, by: str, *, note: str
-) -> Sheet:
-    """Returns a table of the engine's Jacobi drafter by draft length and `by`."""
-    columns = ("tokens_per_step", "cost", "speed", "num_tokens", "num_other")
-    title = f"the engine's drafter, one sequence on {device}"
-    return runs.sheet(title, by, "num_drafts", *columns, note=note)
-
-
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares iterations with the theorem, and speeds with published ones."""
     block_table = result.blocks
     runs = result.runs
     if len(block_table):
         num = int(block_table.num_blocks.sum())
-        yield measured("steps", block_table.num_late.sum(), num=num)
-        yield measured("progress", block_table.num_stuck.sum(), num=num)
+        yield lab.measured("steps", block_table.num_late.sum(), num=num)
+        yield lab.measured("progress", block_table.num_stuck.sum(), num=num)
     other = sum(int(x.num_other.sum()) for x in (block_table, runs))
     tokens = int(
         (block_table.num_blocks * block_table.length).sum() + runs.num_tokens.sum()
     )
     if tokens:
-        yield measured("lossless", other, num=tokens)
+        yield lab.measured("lossless", other, num=tokens)
     greedy = runs.where(temperature=0.0)
     if len(greedy):
-        yield measured("speed", np.nanmax(greedy.speed), device=result.device)
+        yield lab.measured("speed", np.nanmax(greedy.speed), device=result.device)
 
 
 def plot(axes: np.ndarray, result: Result) -> None:
     """Draws the iterations of one block, iterations by length, and speeds."""
     drawing.draw_jacobi(axes, result.picture, result.blocks, result.runs)
+
+
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(2, 2))

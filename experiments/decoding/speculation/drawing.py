@@ -4,18 +4,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from experiments import lab
 from experiments.decoding.speculation import theory
-from jaxkv.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-    system_style,
-    use_powers_of_two,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +13,7 @@ if TYPE_CHECKING:
     from experiments.decoding.speculation.on_text import DecodingRuns, SyntheticDrafts
     from experiments.decoding.speculation.synthetic import TimedDrafts
 
-DRAFT_COLORS = (BLUE, GREEN, ORANGE, RED)
+DRAFT_COLORS = (lab.BLUE, lab.GREEN, lab.ORANGE, lab.RED)
 """Colours by draft length, ascending; markers follow."""
 MARKERS = "o^ds"
 
@@ -57,7 +47,7 @@ def _lengths(ax: "Axes", runs: "DecodingRuns") -> None:
         selected = selected.at(np.argsort(selected.num_drafts))
         if len(selected) < 2:
             continue
-        draw_curve(
+        lab.draw_curve(
             ax,
             selected.num_drafts,
             selected.expected,
@@ -66,7 +56,9 @@ def _lengths(ax: "Axes", runs: "DecodingRuns") -> None:
             linewidth=1,
             marker="",
         )
-        draw_curve(ax, selected.num_drafts, selected.tokens_per_step, method, method)
+        lab.draw_curve(
+            ax, selected.num_drafts, selected.tokens_per_step, method, method
+        )
         max_tokens = float(selected.tokens_per_step.max())
         best = (method, max_tokens) if max_tokens > best[1] else best
     ax.plot([], [], "--", color="0.45", linewidth=1, label="if independent")
@@ -76,7 +68,7 @@ def _lengths(ax: "Axes", runs: "DecodingRuns") -> None:
     ax.legend()
     x = "drafts a step [tokens]"
     y = "found [tokens/step]"
-    set_labels(ax, title, x, y, ylim=(0, None))
+    lab.set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def bars(
@@ -107,7 +99,7 @@ def bars(
                 place,
                 values[i],
                 0.92 * height,
-                color=system_style(kinds[i]).color,
+                color=lab.system_style(kinds[i]).color,
                 edgecolor="white",
                 hatch="////" if nth else None,
             )
@@ -124,9 +116,9 @@ def bars(
     ax.set_yticks(range(len(order)), order)
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(max(len(order), 1) - 0.4, -0.6)
-    draw_reference_line(ax, 1, "plain decoding", along="y")
+    lab.draw_reference_line(ax, 1, "plain decoding", along="y")
     ax.margins(x=0.15)
-    set_labels(ax, "One sequence", label, "")
+    lab.set_labels(ax, "One sequence", label, "")
     ax.legend()
 
 
@@ -134,20 +126,20 @@ def _batches(ax: "Axes", runs: "DecodingRuns") -> None:
     """Draws speed and cost of a step by batch size."""
     runs = runs.at(np.argsort(runs.batch))
     for values, color, mark, label in (
-        (runs.tokens_per_step, GREEN, "^", "tokens a step"),
-        (runs.cost, RED, "s", "cost of a step"),
-        (runs.speed, BLUE, "o", "speed"),
+        (runs.tokens_per_step, lab.GREEN, "^", "tokens a step"),
+        (runs.cost, lab.RED, "s", "cost of a step"),
+        (runs.speed, lab.BLUE, "o", "speed"),
     ):
-        draw_curve(ax, runs.batch, values, color, label, marker=mark)
-    draw_reference_line(ax, 1, "plain decoding")
+        lab.draw_curve(ax, runs.batch, values, color, label, marker=mark)
+    lab.draw_reference_line(ax, 1, "plain decoding")
     title = "n-gram drafts by batch"
     if len(runs):
-        use_powers_of_two(ax)
+        lab.use_powers_of_two(ax)
         title = f"n-gram is {np.nanmin(runs.speed):.1f} to {np.nanmax(runs.speed):.1f} "
         title += "times as fast at every batch"
     x = "batch [sequences]"
     y = "over plain decoding [ratio]"
-    set_labels(ax, title, x, y, ylim=(0, None))
+    lab.set_labels(ax, title, x, y, ylim=(0, None))
     ax.legend()
 
 
@@ -162,7 +154,7 @@ def _synthetic(ax: "Axes", coins: "SyntheticDrafts") -> None:
         ax.plot(chances, line, color="0.6", linewidth=1, zorder=0)
         look = {"linestyle": "", "marker": MARKERS[nth % 4]}
         tokens = selected.tokens_per_step
-        draw_curve(ax, selected.acceptance, tokens, color, f"{num}", **look)
+        lab.draw_curve(ax, selected.acceptance, tokens, color, f"{num}", **look)
         exact = theory.expected_tokens(selected.acceptance, np.full(len(selected), num))
         off += np.abs(tokens / exact - 1).tolist()
     title = "Tokens a step by acceptance"
@@ -171,7 +163,7 @@ def _synthetic(ax: "Axes", coins: "SyntheticDrafts") -> None:
         title = f"Synthetic drafts follow the formula to {100 * max(off):.1f} %"
     x = "acceptance of a draft [share]"
     y = "found [tokens/step]"
-    set_labels(ax, title, x, y, ylim=(0, None))
+    lab.set_labels(ax, title, x, y, ylim=(0, None))
 
 
 def draw_priced(axes: np.ndarray, priced: "TimedDrafts") -> None:
@@ -193,16 +185,16 @@ def draw_priced(axes: np.ndarray, priced: "TimedDrafts") -> None:
             line = getattr(selected, reference)
             points = getattr(selected, field)
             look = {"linestyle": "--", "marker": ""}
-            draw_curve(ax, selected.acceptance, line, color, linewidth=1, **look)
+            lab.draw_curve(ax, selected.acceptance, line, color, linewidth=1, **look)
             look = {"linestyle": "", "marker": MARKERS[nth % 4]}
-            draw_curve(
+            lab.draw_curve(
                 ax, selected.acceptance, points, color, f"{num}", markersize=6, **look
             )
             off += np.abs(points / line - 1).tolist()
-        draw_reference_line(ax, 1)
+        lab.draw_reference_line(ax, 1)
         title = f"Theory predicts the {words} to {100 * np.nanmax(off):.0f} %"
         x = "acceptance of a draft [share]"
-        set_labels(ax, title, x, y, ylim=(0, None))
+        lab.set_labels(ax, title, x, y, ylim=(0, None))
         if len(priced):
             ax.plot([], [], "--", color="0.45", linewidth=1, label="theory")
             ax.legend(title="drafts a step")

@@ -7,4 +7,4 @@ compares speeds with the formula and the measured cost of verification.
 
 from experiments.decoding.speculation import on_text, synthetic
 
-STUDIES = (on_text, synthetic)
+STUDIES = (on_text.STUDY, synthetic.STUDY)

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments import lab
 from experiments.decoding.speculation import serving
 from experiments.decoding.speculation.serving import DECODING_METHODS, PLAIN_DECODING
 from experiments.harness import Server, cut_held_out_prompts, measure_in_turns
-from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel
-from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import NUM_DRAFT_BUCKETS
 
@@ -25,30 +24,23 @@ type Requests = tuple[list[list[int]], list[Sampling]]
 """Prompts and their sampling."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextConfig:
+class TextConfig(lab.ConfigRecord):
     """Held-out code to continue, and rounds of all methods."""
 
     model: str = "stdlib-bytes"
     """Model folder or bundled model."""
-    num_prompts: int = 8
+    num_prompts: lab.PositiveInt = 8
     """Texts that are continued one at a time."""
-    prompt_tokens: int = 128
+    prompt_tokens: lab.PositiveInt = 128
     """Tokens of each prompt."""
     output_tokens: int = 320
     """Tokens of each answer; end tokens are ignored."""
-    rounds: int = 3
+    rounds: lab.PositiveInt = 3
     """Rounds of each method."""
-    steps_per_call: int = 8
+    steps_per_call: lab.PositiveInt = 8
     """Steps per call of the engine."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of prompts and sampling."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "num_prompts", "prompt_tokens", "rounds")
-        validation.at_least(self, "steps_per_call")
-        validation.at_least(self, "seed", low=0)
 
     @property
     def max_length(self) -> int:
@@ -101,7 +93,7 @@ def decode_in_turns(
     model: LoadedModel,
     settings: Iterable[Setting],
     ways: Callable[[Setting], Iterable[tuple[str, int]]],
-    progress: Progress,
+    progress: lab.Progress,
     *,
     rounds: int | None = None,
     serve: Callable[[str, EngineConfig], Server] | None = None,

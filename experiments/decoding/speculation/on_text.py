@@ -12,34 +12,21 @@ formula must hold. On text it need not, because acceptance of a draft token rais
 chance of the next one.
 """
 
-import dataclasses
 from collections.abc import Iterator
+from typing import Annotated
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
+from experiments import lab
 from experiments.decoding.speculation import drawing, held_out, serving, theory
 from experiments.decoding.speculation.theory import IndependentDrafts
-from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import load_text_model
-from jaxkv import validation
 from jaxkv.engine import Speculation
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    computed_column,
-)
 from jaxkv.speculation import Synthetic
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 FEW_TOKENS = 128
 FEW_STEPS = 1000
 """Output tokens below which speeds have no verdict, and steps below which counts have
@@ -50,41 +37,40 @@ EXITS = ("early exit, 1 layer", "early exit, 2 layers")
 TEMPERATURES = (0.0, 1.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
     """Text, methods and lengths."""
 
-    ways: tuple[str, ...] = (LOOKUP, JACOBI, *EXITS)
+    ways: Annotated[tuple[str, ...], lab.Choices((LOOKUP, JACOBI, *EXITS))] = (
+        LOOKUP,
+        JACOBI,
+        *EXITS,
+    )
     """Compared drafters."""
-    num_drafts: int = 3
+    num_drafts: lab.PositiveInt = 3
     """Draft length of the comparison of methods and batch sizes."""
-    lengths: tuple[int, ...] = (1, 2, 3, 7, 15)
+    lengths: lab.AscendingInts = (1, 2, 3, 7, 15)
     """Draft lengths of the sweep."""
-    lengthened: tuple[str, ...] = (LOOKUP, "early exit, 1 layer")
+    lengthened: Annotated[tuple[str, ...], lab.Choices((LOOKUP, JACOBI, *EXITS))] = (
+        LOOKUP,
+        "early exit, 1 layer",
+    )
     """Drafters of the sweep over draft lengths."""
-    batches: tuple[int, ...] = (2, 4, 8, 16)
+    batches: Annotated[tuple[int, ...], lab.Ascending(2)] = (2, 4, 8, 16)
     """Batch sizes with n-gram drafts; batch 1 is always measured."""
-    acceptances: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 0.9)
+    acceptances: lab.Shares = (0.2, 0.4, 0.6, 0.8, 0.9)
     """Acceptance rates of synthetic drafts."""
-    coin_drafts: tuple[int, ...] = (1, 2, 4, 8)
+    coin_drafts: lab.AscendingInts = (1, 2, 4, 8)
     """Draft lengths of synthetic drafts."""
     num_coins: int = 16
     """Sequences with synthetic drafts in a batch, divided over the draft lengths."""
-    coin_tokens: int = 768
+    coin_tokens: lab.PositiveInt = 768
     """Tokens of each of these sequences."""
-    coin_batches: int = 6
+    coin_batches: lab.PositiveInt = 6
     """Batches of these sequences."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        validation.at_least(self, "num_drafts", "coin_tokens", "coin_batches")
-        validation.ascending(self, "lengths", "coin_drafts", low=1)
-        validation.ascending(self, "batches", low=2)
-        validation.within(self, "acceptances", low=0, high=1)
-        validation.among(
-            self, "ways", "lengthened", allowed_values=(LOOKUP, JACOBI, *EXITS)
-        )
         self.check_answer_length(max(self.num_drafts, *self.lengths))
         if self.num_coins < len(self.coin_drafts):
             raise ValueError(
@@ -104,9 +90,6 @@ class Config(held_out.TextConfig):
             ]
         return [*dict.fromkeys(pairs)]
 
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 3.2)
 
 CONFIGS = {
     "real": Config(),
@@ -130,66 +113,68 @@ CONFIGS = {
 }
 
 
-class DecodingRuns(ResultTable):
+class DecodingRuns(lab.ResultTable):
     """Counts and times of each method, with plain decoding of the same batch."""
 
-    way: Texts = column("key of `serving.DECODING_METHODS`")
-    num_drafts: Ints = column("draft length", heading="drafts")
-    batch: Ints = column("batch size")
-    temperature: Floats = column("0 is greedy")
-    steps: Ints = column("steps, summed over sequences", is_reported=False)
-    emitted: Ints = column("tokens of these steps", is_reported=False)
-    drafted: Ints = column("verified draft tokens", is_reported=False)
-    first: Ints = column("steps that accepted the first draft token", is_reported=False)
-    step_s: Float[np.ndarray, "rows rounds"] = column(
+    way: lab.Texts = lab.column("key of `serving.DECODING_METHODS`")
+    num_drafts: lab.Ints = lab.column("draft length", heading="drafts")
+    batch: lab.Ints = lab.column("batch size")
+    temperature: lab.Floats = lab.column("0 is greedy")
+    steps: lab.Ints = lab.column("steps, summed over sequences", is_reported=False)
+    emitted: lab.Ints = lab.column("tokens of these steps", is_reported=False)
+    drafted: lab.Ints = lab.column("verified draft tokens", is_reported=False)
+    first: lab.Ints = lab.column(
+        "steps that accepted the first draft token", is_reported=False
+    )
+    step_s: Float[np.ndarray, "rows rounds"] = lab.column(
         "time of a step of the batch", heading="a step", of=np.median
     )
-    plain_s: Float[np.ndarray, "rows rounds"] = column(
+    plain_s: Float[np.ndarray, "rows rounds"] = lab.column(
         "time of a plain step", heading="a plain step", of=np.median
     )
-    num_tokens: Ints = column("tokens of all answers", heading="tokens")
-    num_other: Ints = column(
+    num_tokens: lab.Ints = lab.column("tokens of all answers", heading="tokens")
+    num_other: lab.Ints = lab.column(
         "tokens that differ from plain decoding's", heading="other tokens"
     )
 
     @property
-    @computed_column(heading="drafts a step", form="{:.2f}")
+    @lab.computed_column(heading="drafts a step", form="{:.2f}")
     def drafts_per_step(self) -> np.ndarray:
         """Mean verified draft tokens per step; n-gram misses count as 0."""
         return self.drafted / self.steps
 
     @property
-    @computed_column(heading="tokens a step", form="{:.2f}")
+    @lab.computed_column(heading="tokens a step", form="{:.2f}")
     def tokens_per_step(self) -> np.ndarray:
         """Mean tokens per step of a sequence."""
         return self.emitted / self.steps
 
     @property
-    @computed_column(heading="accepted")
+    @lab.computed_column(heading="accepted")
     def accepted_share(self) -> np.ndarray:
         """Acceptance rate over all verified draft tokens."""
         return (self.emitted - self.steps) / np.maximum(self.drafted, 1)
 
     @property
-    @computed_column(heading="first accepted")
+    @lab.computed_column(heading="first accepted")
     def first_share(self) -> np.ndarray:
         """Share of steps that accepted the first draft token; misses count as 0."""
         return self.first / self.steps
 
     @property
-    @computed_column(heading="by formula", form="{:.2f}")
+    @lab.computed_column(heading="by formula", form="{:.2f}")
     def expected(self) -> np.ndarray:
         """Tokens per step if each draft token were accepted like the first one."""
         return theory.expected_tokens(self.first_share, self.num_drafts)
 
     @property
-    @computed_column(heading="step / plain step", form="{:.2f}")
+    @lab.computed_column(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
         """Cost of a step / plain step, median over rounds."""
         return serving.relative_costs(self.step_s, self.plain_s)
 
     @property
-    @computed_column(heading="times as fast", form="{:.2f}")
+    @lab.computed_column(heading="times as fast", form="{:.2f}")
     def speed(self) -> np.ndarray:
         """Tokens/s over those of plain decoding."""
         return self.tokens_per_step / self.cost
@@ -199,29 +184,29 @@ class SyntheticDrafts(IndependentDrafts):
     """Steps with synthetic acceptance, against the formula."""
 
     @property
-    @computed_column(heading="off", form="{:+.2%}")
+    @lab.computed_column(heading="off", form="{:+.2%}")
     def off(self) -> np.ndarray:
         """Deviation from the formula, as a share."""
         return self.tokens_per_step / self.expected - 1
 
     @property
-    @computed_column(heading="standard error", form="{:.2%}")
+    @lab.computed_column(heading="standard error", form="{:.2%}")
     def error(self) -> np.ndarray:
         """Standard error of tokens per step by formula, as a share."""
         return self.chance_error / self.expected
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Measured methods and synthetic drafts."""
 
-    runs: DecodingRuns = column("by method")
-    coins: SyntheticDrafts = column("by acceptance rate and draft length")
-    output_tokens: int = column("tokens of each answer", is_reported=False)
-    num_drafts: int = column("draft length of the comparison", is_reported=False)
-    device: str = column("kind of device")
+    runs: DecodingRuns = lab.column("by method")
+    coins: SyntheticDrafts = lab.column("by acceptance rate and draft length")
+    output_tokens: int = lab.column("tokens of each answer", is_reported=False)
+    num_drafts: int = lab.column("draft length of the comparison", is_reported=False)
+    device: str = lab.column("kind of device")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Runs every method, then synthetic drafts; if stopped, keeps finished parts.
 
     Raises:
@@ -270,7 +255,7 @@ NOTES = (
 )
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of methods, draft lengths, batch sizes and synthetic drafts."""
     runs = result.runs
     num = result.num_drafts
@@ -287,7 +272,7 @@ def summary(result: Result) -> list[ReportPart]:
     ways = single.where(num_drafts=num)
     batches = batches.where(way=LOOKUP, num_drafts=num)
     title = f"ways, one sequence on {result.device}"
-    sheets: list[Sheet] = [
+    sheets: list[lab.Sheet] = [
         ways.sheet(title, *names, note=NOTES[0]),
         lengths.sheet("drafts a step, greedy", *drafts, note=NOTES[1]),
         batches.sheet("sequences at once, greedy", *together, note=NOTES[2]),
@@ -297,17 +282,19 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares tokens, formulas and speeds with published or expected values."""
     runs = result.runs
     coins = result.coins
     few = result.output_tokens < FEW_TOKENS
     if len(runs):
-        yield measured("lossless", runs.num_other.sum(), num=int(runs.num_tokens.sum()))
+        yield lab.measured(
+            "lossless", runs.num_other.sum(), num=int(runs.num_tokens.sum())
+        )
     if len(coins):
         steps = int(coins.steps.min())
         off = np.abs(coins.off).max()
-        yield measured("law", off, differs=steps < FEW_STEPS, steps=steps)
+        yield lab.measured("law", off, differs=steps < FEW_STEPS, steps=steps)
     for id, formula in (
         ("tokens", theory.tokens_per_step),
         ("operations", theory.operations_per_token),
@@ -315,11 +302,11 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         for chance, by_drafts in CLAIMS.published(id).items():
             for num in by_drafts:
                 tokens = formula(float(chance), int(num))
-                yield measured(id, tokens, acceptance=chance, drafts=num)
+                yield lab.measured(id, tokens, acceptance=chance, drafts=num)
     single = runs.where(batch=1, temperature=0.0)
     if len(single):
         best = single.at([int(np.nanargmax(single.speed))])
-        yield measured(
+        yield lab.measured(
             "speed",
             best.speed[0],
             differs=few,
@@ -329,14 +316,14 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     single = single.where(num_drafts=result.num_drafts)
     lookup, jacobi = (single.where(way=method) for method in (LOOKUP, JACOBI))
     if len(lookup):
-        yield measured("lookup", lookup.tokens_per_step[0], device=result.device)
+        yield lab.measured("lookup", lookup.tokens_per_step[0], device=result.device)
     if len(jacobi):
-        yield measured("jacobi", jacobi.speed[0], device=result.device)
+        yield lab.measured("jacobi", jacobi.speed[0], device=result.device)
     batch_runs = runs.at(runs.batch > 1)
     if len(lookup) and len(batch_runs):
         largest_batch = batch_runs.at([int(np.argmax(batch_runs.batch))])
         gain = largest_batch.speed[0] / lookup.speed[0]
-        yield measured(
+        yield lab.measured(
             "batch", gain, device=result.device, most=int(largest_batch.batch[0])
         )
 
@@ -344,3 +331,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 def plot(axes: np.ndarray, result: Result) -> None:
     """Draws tokens per step, speeds by method and batch size, and synthetic drafts."""
     drawing.draw_speculation(axes, result.runs, result.coins, result.num_drafts)
+
+
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(2, 2))

@@ -8,57 +8,49 @@ sequence.
 """
 
 import collections
-import dataclasses
 from collections.abc import Iterator
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
+from experiments import lab
 from experiments.decoding.speculation import drawing, serving
 from experiments.decoding.speculation.serving import PLAIN_DECODING
 from experiments.decoding.speculation.theory import IndependentDrafts
-from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import Server, load_benchmark_model, measure_in_turns
-from jaxkv import validation
 from jaxkv.engine import Speculation
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, column, computed_column
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import Jacobi, Synthetic
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 FEW_STEPS = 30
 """Fewest steps of a case below which no verdict is given."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Model shape, acceptance rates, draft lengths and tokens."""
 
     shape: str = "random-135m"
     """A name in `model_shapes.RANDOM_SHAPES`, a bundled model or a folder."""
-    chances: tuple[float, ...] = (0.5, 0.7, 0.9)
+    chances: lab.Shares = (0.5, 0.7, 0.9)
     """Acceptance rates of a draft token."""
-    drafts: tuple[int, ...] = (1, 3, 7)
+    drafts: lab.AscendingInts = (1, 3, 7)
     """Draft lengths."""
-    prompt_tokens: int = 32
+    prompt_tokens: lab.PositiveInt = 32
     """Random tokens of the prompt."""
     output_tokens: int = 160
     """Tokens of each answer."""
-    rounds: int = 3
+    rounds: lab.PositiveInt = 3
     """Rounds, each with its own answer and acceptance draws."""
-    steps_per_call: int = 4
+    steps_per_call: lab.PositiveInt = 4
     """Steps per call of the engine."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of prompts and acceptance draws."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "prompt_tokens", "rounds", "steps_per_call")
-        validation.at_least(self, "seed", low=0)
-        validation.ascending(self, "drafts", low=1)
-        validation.within(self, "chances", low=0, high=1)
+        super().__post_init__()
         # A call that prefills, and another one that does not end the answer.
         if self.output_tokens <= (min_tokens := self.warmup_tokens):
             raise ValueError(
@@ -87,21 +79,19 @@ class Config:
 
 CONFIGS = {"synthetic": Config()}
 
-PANELS = (1, 2)
-
 
 class TimedDrafts(IndependentDrafts):
     """Times of steps by acceptance rate and draft length, with plain decoding."""
 
-    step_s: Float[np.ndarray, "rows rounds"] = column(
+    step_s: Float[np.ndarray, "rows rounds"] = lab.column(
         "time of a step", heading="a step", of=np.median
     )
-    plain_s: Float[np.ndarray, "rows rounds"] = column(
+    plain_s: Float[np.ndarray, "rows rounds"] = lab.column(
         "time of a plain step", heading="a plain step", of=np.median
     )
 
     @property
-    @computed_column(heading="standard errors off", form="{:+.1f}")
+    @lab.computed_column(heading="standard errors off", form="{:+.1f}")
     def errors_off(self) -> np.ndarray:
         """Deviation from the formula in standard errors; 0 without randomness."""
         error = self.chance_error
@@ -109,33 +99,40 @@ class TimedDrafts(IndependentDrafts):
         return off / np.where(error > 0, error, np.inf)
 
     @property
-    @computed_column(heading="step / plain step", form="{:.2f}")
+    @lab.computed_column(heading="step / plain step", form="{:.2f}")
     def cost(self) -> np.ndarray:
         """Cost of a verifying step / plain step, median over rounds."""
         return serving.relative_costs(self.step_s, self.plain_s)
 
     @property
-    @computed_column(heading="times as fast", form="{:.2f}")
+    @lab.computed_column(heading="times as fast", form="{:.2f}")
     def speed(self) -> np.ndarray:
         """Tokens/s over those of plain decoding."""
         return self.tokens_per_step / self.cost
 
     @property
-    @computed_column(heading="by theory", form="{:.2f}")
+    @lab.computed_column(heading="by theory", form="{:.2f}")
     def predicted(self) -> np.ndarray:
         """Tokens per step by formula over the measured cost."""
         return self.expected / self.cost
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Measured steps."""
 
-    priced: TimedDrafts = column("by acceptance rate and draft length")
-    shape: str = column("model shape")
-    device: str = column("kind of device")
+    priced: TimedDrafts = lab.column(
+        "by acceptance rate and draft length",
+        heading="{0.shape}, one sequence on {0.device}",
+        note="Times as fast: tokens a step over step / plain step, the median of "
+        "alternating rounds. By theory: tokens by formula over the same measured cost. "
+        "Drafting costs no time here, so this is an upper bound at these acceptance "
+        "rates.",
+    )
+    shape: str = lab.column("model shape", is_shown=False)
+    device: str = lab.column("kind of device", is_shown=False)
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Decodes with every acceptance rate in turns; if stopped, keeps finished ones.
 
     Raises:
@@ -191,28 +188,13 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(TimedDrafts.of(rows), config.shape, jax.devices()[0].device_kind)
 
 
-NOTE = (
-    "Times as fast: tokens a step over step / plain step, the median of alternating "
-    "rounds. By theory: tokens by formula over the same measured cost. Drafting costs "
-    "no time here, so this is an upper bound at these acceptance rates."
-)
-
-
-def summary(result: Result) -> list[ReportPart]:
-    """Returns a table of all cases."""
-    if not len(result.priced):
-        return []
-    title = f"{result.shape}, one sequence on {result.device}"
-    return [result.priced.sheet(title, note=NOTE)]
-
-
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares tokens per step with the formula."""
     priced = result.priced
     if len(priced):
         steps = int(priced.steps.min())
-        yield measured(
+        yield lab.measured(
             "chance",
             np.abs(priced.errors_off).max(),
             differs=steps < FEW_STEPS,
@@ -225,3 +207,6 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
 def plot(axes: np.ndarray, result: Result) -> None:
     """Draws tokens per step and speed by acceptance rate, with lines of theory."""
     drawing.draw_priced(axes, result.priced)
+
+
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(1, 2))

@@ -8,7 +8,7 @@ Source: Leviathan et al. 2023, arXiv:2211.17192, equations 1 and theorem 3.11.
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv.report import Floats, Ints, ResultTable, column, computed_column
+from experiments import lab
 
 
 def tokens_per_step(acceptance: float, num_drafts: int) -> float:
@@ -58,22 +58,22 @@ def token_deviation(
     return np.array(deviations)
 
 
-class IndependentDrafts(ResultTable):
+class IndependentDrafts(lab.ResultTable):
     """Counts of steps with independent acceptance of draft tokens."""
 
-    acceptance: Floats = column("acceptance rate of a draft token")
-    num_drafts: Ints = column("draft length", heading="drafts")
-    steps: Ints = column("steps with that draft length")
-    emitted: Ints = column("tokens of these steps", is_reported=False)
+    acceptance: lab.Floats = lab.column("acceptance rate of a draft token")
+    num_drafts: lab.Ints = lab.column("draft length", heading="drafts")
+    steps: lab.Ints = lab.column("steps with that draft length")
+    emitted: lab.Ints = lab.column("tokens of these steps", is_reported=False)
 
     @property
-    @computed_column(heading="tokens a step", form="{:.3f}")
+    @lab.computed_column(heading="tokens a step", form="{:.3f}")
     def tokens_per_step(self) -> np.ndarray:
         """Measured tokens per step."""
         return self.emitted / np.maximum(self.steps, 1)
 
     @property
-    @computed_column(heading="by formula", form="{:.3f}")
+    @lab.computed_column(heading="by formula", form="{:.3f}")
     def expected(self) -> np.ndarray:
         """Expected tokens per step: (1 - a^(g + 1)) / (1 - a)."""
         return expected_tokens(self.acceptance, self.num_drafts)

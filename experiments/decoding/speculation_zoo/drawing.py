@@ -4,13 +4,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from experiments import lab
 from experiments.decoding.speculation.drawing import bars
-from jaxkv.plotting import (
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-    use_powers_of_two,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +68,9 @@ def _costs(ax: "Axes", runs: "DecodingRuns") -> None:
         )
         if len(selected):
             look = {"linestyle": "", "markersize": 7}
-            draw_curve(ax, selected.tokens_per_step, selected.cost, name, name, **look)
+            lab.draw_curve(
+                ax, selected.tokens_per_step, selected.cost, name, name, **look
+            )
     top = max([2.0, *runs.tokens_per_step])
     ax.plot(
         [1, top],
@@ -87,7 +84,7 @@ def _costs(ax: "Axes", runs: "DecodingRuns") -> None:
     title = f"One sequence, greedy: {num} of {len(runs)} ways pay"
     x = "found [tokens/step]"
     y = "cost of a step [plain steps]"
-    set_labels(ax, title, x, y, ylim=(0, None))
+    lab.set_labels(ax, title, x, y, ylim=(0, None))
     ax.legend()
 
 
@@ -101,11 +98,13 @@ def _batches(ax: "Axes", runs: "DecodingRuns") -> None:
             line = "-" if temperature == 0 else ":"
             words = "greedy" if temperature == 0 else f"temperature {temperature:g}"
             label = f"{name}, {words}"
-            draw_curve(ax, selected.batch, selected.speed, name, label, linestyle=line)
-    draw_reference_line(ax, 1, "plain decoding")
+            lab.draw_curve(
+                ax, selected.batch, selected.speed, name, label, linestyle=line
+            )
+    lab.draw_reference_line(ax, 1, "plain decoding")
     title = "A draft length that adapts, by batch"
     if len(runs):
-        use_powers_of_two(ax)
+        lab.use_powers_of_two(ax)
         ax.legend()
         title = (
             "With a draft length that adapts, decoding is {:.2f} to {:.2f} times as "
@@ -113,4 +112,4 @@ def _batches(ax: "Axes", runs: "DecodingRuns") -> None:
         title = title.format(np.nanmin(runs.speed), np.nanmax(runs.speed)) + "fast"
     x = "batch [sequences]"
     y = "speed / plain decoding [ratio]"
-    set_labels(ax, title, x, y, ylim=(0, None))
+    lab.set_labels(ax, title, x, y, ylim=(0, None))

@@ -11,25 +11,23 @@ sequences, in more rounds. An adaptive method drafts only if it is expected to p
 the overhead of this rule is measured.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Annotated
 
 import jax
 import numpy as np
 
+from experiments import lab
 from experiments.decoding.speculation import held_out, on_text, serving
 from experiments.decoding.speculation_zoo import drawing
-from experiments.framework import MeasuredValue, claims_file, measured
 from experiments.harness import Server, load_text_model
 from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.files import find_heads_folder
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, Sheet, column
 from jaxkv.speculation import HEAD_KINDS, load_heads
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 FEW_TOKENS = 128
 """Output tokens below which speeds have no verdict."""
 METHOD_OF_PAPER = {
@@ -42,7 +40,6 @@ METHOD_OF_PAPER = {
 """Published methods, with the nearest method here."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(held_out.TextConfig):
     """Text, methods and lengths."""
 
@@ -66,19 +63,16 @@ class Config(held_out.TextConfig):
     rows, the tile sizes of CPU matrix products."""
     adaptive: tuple[tuple[str, int], ...] = (("n-gram, adaptive", 7),)
     """Adaptive methods with the largest draft length; a step has 8, 4 or 1 rows."""
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    batches: lab.AscendingInts = (1, 2, 4, 8, 16, 32)
     """Batch sizes of the adaptive methods."""
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+    temperatures: Annotated[tuple[float, ...], lab.Range(0, 2)] = (0.0, 1.0)
     """Sampling temperatures; 0 is greedy."""
-    adaptive_rounds: int = 9
+    adaptive_rounds: lab.PositiveInt = 9
     """Rounds of the adaptive methods."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        validation.at_least(self, "adaptive_rounds")
-        validation.ascending(self, "batches", low=1)
-        validation.within(self, "temperatures", low=0, high=2)
         adapt = {
             method_name
             for method_name, method in serving.DECODING_METHODS.items()
@@ -97,9 +91,6 @@ class Config(held_out.TextConfig):
         drafts = [num for _, num in (*self.ways, *self.adaptive)]
         self.check_answer_length(max(drafts, default=1))
 
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 4.6)
 
 CONFIGS = {
     "real": Config(),
@@ -134,16 +125,16 @@ CONFIGS = {
 }
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Measured methods."""
 
-    ways: on_text.DecodingRuns = column("single sequence by method")
-    adaptive: on_text.DecodingRuns = column("adaptive methods by batch size")
-    output_tokens: int = column("tokens of each answer", is_reported=False)
-    device: str = column("kind of device")
+    ways: on_text.DecodingRuns = lab.column("single sequence by method")
+    adaptive: on_text.DecodingRuns = lab.column("adaptive methods by batch size")
+    output_tokens: int = lab.column("tokens of each answer", is_reported=False)
+    device: str = lab.column("kind of device")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Runs every method in turns, then the adaptive ones; if stopped, keeps finished.
 
     Raises:
@@ -193,7 +184,7 @@ NOTES = (
 )
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of methods and of adaptive draft lengths."""
     columns = ("drafts_per_step", "first_share", "tokens_per_step", "cost", "speed")
     same = ("num_tokens", "num_other")
@@ -201,7 +192,7 @@ def summary(result: Result) -> list[ReportPart]:
     names = ("way", "num_drafts", *columns, *same)
     greedy, random_runs = (result.ways.where(temperature=x) for x in (0.0, 1.0))
     settings = ("way", "batch", "temperature", columns[0], *columns[2:], *same)
-    sheets: list[Sheet] = [
+    sheets: list[lab.Sheet] = [
         greedy.sheet(f"{title}, greedy", *names, note=NOTES[0]),
         random_runs.sheet(f"{title}, temperature 1", *names),
         result.adaptive.sheet("adaptive draft lengths", *settings, note=NOTES[1]),
@@ -210,7 +201,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares tokens, acceptance and speeds with published or expected values."""
     ways = result.ways
     adaptive = result.adaptive
@@ -220,12 +211,12 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         for name in ("num_other", "num_tokens")
     )
     if total:
-        yield measured("lossless", other, num=total)
+        yield lab.measured("lossless", other, num=total)
     if len(adaptive):
         speeds = adaptive.speed
-        yield measured("mean", np.exp(np.log(speeds).mean()), differs=few)
+        yield lab.measured("mean", np.exp(np.log(speeds).mean()), differs=few)
         worst = adaptive.at([int(np.argmin(speeds))])
-        yield measured(
+        yield lab.measured(
             "worst",
             worst.speed[0],
             differs=few,
@@ -240,7 +231,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     sure = trained.at(trained.first_share >= 0.75) if len(trained) else trained
     if len(sure):
         best = sure.at([int(np.argmax(sure.speed))])
-        yield measured(
+        yield lab.measured(
             "pair",
             best.speed[0],
             differs=few,
@@ -254,13 +245,18 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         selected = greedy.where(way=method_name)
         if len(selected):
             tokens = float(selected.tokens_per_step.max())
-            yield measured("tokens", tokens, method=method, device=result.device)
+            yield lab.measured("tokens", tokens, method=method, device=result.device)
     chain, tree = (greedy.where(way=f"Medusa, {x}") for x in ("chain", "tree"))
     if len(chain) and len(tree):
         gain = tree.tokens_per_step.max() / chain.tokens_per_step.max()
-        yield measured("trees", gain, device=result.device)
+        yield lab.measured("trees", gain, device=result.device)
 
 
 def plot(axes: np.ndarray, result: Result) -> None:
     """Draws tokens and speeds of all methods, costs, and adaptive methods by batch."""
     drawing.draw_methods(axes, result.ways, result.adaptive)
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(2, 2, 4.6)
+)

@@ -11,12 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.servers.agents.load import AgentLoad, AgentTraffic, draw_agents
-from jaxkv import scheduling, simulation, validation
-from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
+from jaxkv import scheduling, simulation
 from jaxkv.simulation import Capacity, SimulationMember
 from jaxkv.workloads import (
     Workload,
@@ -36,26 +33,21 @@ from scaling.costs import find_device
 MAX_LENGTH = 131072
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """The traffic and the server."""
 
     traffic: AgentTraffic = dataclasses.field(default_factory=AgentTraffic)
     """Distribution of jobs."""
-    num_seeds: int = 8
+    num_seeds: lab.PositiveInt = 8
     """Draws of the traffic."""
     model: str = "meta-llama/Llama-3.1-8B"
     """Served model."""
     device: str = "h100"
     """Device that serves it."""
-    max_num_seqs: int = 16
+    max_num_seqs: lab.PositiveInt = 16
     """Largest number of running sequences, as in vLLM."""
-    token_budget: int = 2048
+    token_budget: lab.PositiveInt = 2048
     """Largest number of tokens fed in a step."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "num_seeds", "max_num_seqs", "token_budget")
 
 
 SMALL = AgentTraffic(
@@ -65,8 +57,6 @@ CONFIGS = {
     "smoke": Config(traffic=SMALL, num_seeds=2, max_num_seqs=2, token_budget=256),
     "cpu": Config(),
 }
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.6)
 
 HEAD_SIZE = 256
 """Waiting requests that the policy sees."""
@@ -94,29 +84,33 @@ def orders(load: AgentLoad) -> dict[str, Workload]:
     }
 
 
-class OrderTable(ResultTable):
+class OrderTable(lab.ResultTable):
     """Metrics of each order of the queue and seed."""
 
-    order: Texts = column("order of the queue")
-    seed: Ints = column("seed of the traffic")
-    first_token_mean_s: Floats = column("mean time to first token over requests")
-    first_token_p99_s: Floats = column("its 99th percentile")
-    token_mean_s: Floats = column("mean over requests of latency per token")
-    request_mean_s: Floats = column("mean latency of a request")
-    job_mean_s: Floats = column("mean over jobs of first arrival to last answer")
-    job_median_s: Floats = column("its median")
-    job_p99_s: Floats = column("its 99th percentile")
-    jobs_per_hour: Floats = column("jobs over the time until all are answered")
+    order: lab.Texts = lab.column("order of the queue")
+    seed: lab.Ints = lab.column("seed of the traffic")
+    first_token_mean_s: lab.Floats = lab.column(
+        "mean time to first token over requests"
+    )
+    first_token_p99_s: lab.Floats = lab.column("its 99th percentile")
+    token_mean_s: lab.Floats = lab.column("mean over requests of latency per token")
+    request_mean_s: lab.Floats = lab.column("mean latency of a request")
+    job_mean_s: lab.Floats = lab.column(
+        "mean over jobs of first arrival to last answer"
+    )
+    job_median_s: lab.Floats = lab.column("its median")
+    job_p99_s: lab.Floats = lab.column("its 99th percentile")
+    jobs_per_hour: lab.Floats = lab.column("jobs over the time until all are answered")
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Metrics of all orders."""
 
-    orders: OrderTable = column("by order and seed", heading="agent jobs by order")
-    requests_per_job: float = column("mean requests of a job")
+    orders: OrderTable = lab.column("by order and seed", heading="agent jobs by order")
+    requests_per_job: float = lab.column("mean requests of a job")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Serves all seeds under all orders in one mapped program."""
     loads = [draw_agents(config.traffic, seed) for seed in range(config.num_seeds)]
     model = shapes.describe_checkpoint(config.model)
@@ -197,9 +191,9 @@ def plot(axes: np.ndarray, result: Result) -> None:
     ):
         for name in names:
             x, y = (relative(table, kind, name) for kind in (metric, "job_mean_s"))
-            draw_curve(ax, x, y, name, name, linestyle="")
-        draw_reference_line(ax, 1)
-        draw_reference_line(ax, 1, along="y")
+            lab.draw_curve(ax, x, y, name, name, linestyle="")
+        lab.draw_reference_line(ax, 1)
+        lab.draw_reference_line(ax, 1, along="y")
         title = "Job latency by token metric"
         if len(table):
             token, job = (
@@ -208,13 +202,13 @@ def plot(axes: np.ndarray, result: Result) -> None:
             )
             title = f"Oldest job: tokens {token:+.0f} %, jobs {job:+.0f} %"
         y = "job latency / first come [ratio]"
-        set_labels(ax, title, f"{label} / first come [ratio]", y)
+        lab.set_labels(ax, title, f"{label} / first come [ratio]", y)
         ax.margins(x=0.1, y=0.1)
     axes[0].legend(loc="lower right")
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares orders by the worst seed."""
     table = result.orders
     if not len(table):
@@ -223,10 +217,13 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         ("oldest_first_token", "first_token_mean_s"),
         ("oldest_token", "token_mean_s"),
     ):
-        yield measured(id, float(relative(table, metric, OLDEST).max()))
+        yield lab.measured(id, float(relative(table, metric, OLDEST).max()))
     job = {x: relative(table, "job_mean_s", x) for x in table.distinct("order")}
-    yield measured("oldest_job", float(job[OLDEST].min()))
+    yield lab.measured("oldest_job", float(job[OLDEST].min()))
     best_other = np.min([job[x] for x in job if x != REMAINING], axis=0)
-    yield measured("remaining_job", float((job[REMAINING] / best_other).max()))
+    yield lab.measured("remaining_job", float((job[REMAINING] / best_other).max()))
     hourly = relative(table, "jobs_per_hour", REMAINING)
-    yield measured("remaining_hour", float(hourly.max()))
+    yield lab.measured("remaining_hour", float(hourly.max()))
+
+
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(1, 2, 3.6))

@@ -5,63 +5,49 @@ chain of turns of its own, and waits for all of them. Numbers of turns are heavy
 Earlier turns of a chain are in the prefix cache, so a turn feeds only its new tokens.
 """
 
-import dataclasses
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxkv import validation
+from experiments import lab
 from jaxkv.scheduling import RequestAttributes
 from jaxkv.workloads import Workload, make_workload
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AgentTraffic:
+class AgentTraffic(lab.ConfigRecord):
     """Distribution of agent jobs. Lengths and times are lognormal."""
 
-    num_jobs: int = 160
+    num_jobs: lab.PositiveInt = 160
     """Jobs."""
-    jobs_per_s: float = 1.5
+    jobs_per_s: Annotated[float, lab.Range(0, ends="()")] = 1.5
     """Mean arrivals of jobs per second, a Poisson process."""
-    turn_shape: float = 1.3
+    turn_shape: Annotated[float, lab.Range(0, ends="()")] = 1.3
     """Exponent of the Pareto law of a job's turns: the tail is 1 / turns^exponent."""
-    min_turns: float = 2.0
+    min_turns: Annotated[float, lab.Range(1)] = 2.0
     """Lower end of that law, which is rounded down."""
-    max_turns: int = 40
+    max_turns: lab.PositiveInt = 40
     """Largest number of turns of a job, those of sub-agents excluded."""
-    fan_out_share: float = 0.5
+    fan_out_share: lab.Share = 0.5
     """Share of the turns after the first that wait for sub-agents."""
-    max_sub_agents: int = 6
+    max_sub_agents: Annotated[int, lab.Range(2)] = 6
     """Sub-agents of such a turn, from 2, evenly distributed."""
-    sub_agent_turns: float = 1.0
+    sub_agent_turns: Annotated[float, lab.Range(1)] = 1.0
     """Mean turns of a sub-agent, geometrically distributed."""
-    first_tokens: float = 2000.0
+    first_tokens: lab.PositiveFloat = 2000.0
     """Mean prompt of the first turn of an agent or a sub-agent: instructions."""
-    turn_tokens: float = 400.0
+    turn_tokens: lab.PositiveFloat = 400.0
     """Mean new tokens of a later turn: results of tools."""
-    answer_tokens: float = 150.0
+    answer_tokens: lab.PositiveFloat = 150.0
     """Mean tokens of an answer."""
-    sigma: float = 1.3
+    sigma: lab.NonNegativeFloat = 1.3
     """Standard deviation of the logarithm of new tokens and of answers."""
-    tool_s: float = 2.0
+    tool_s: Annotated[float, lab.Range(0, ends="()")] = 2.0
     """Mean tool time between turns in s."""
-    tool_sigma: float = 1.5
+    tool_sigma: lab.NonNegativeFloat = 1.5
     """Standard deviation of the logarithm of the tool time."""
-    max_tokens: int = 4000
+    max_tokens: Annotated[int, lab.Range(16)] = 4000
     """Largest prompt and largest answer."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "num_jobs", "max_turns")
-        validation.at_least(self, "max_sub_agents", low=2)
-        validation.at_least(self, "max_tokens", low=16)
-        validation.above(self, "jobs_per_s", "turn_shape", "tool_s", finite=True)
-        validation.above(self, "first_tokens", "turn_tokens", "answer_tokens")
-        validation.at_least(self, "sigma", "tool_sigma", low=0)
-        validation.at_least(self, "min_turns", "sub_agent_turns", low=1)
-        if not 0 <= self.fan_out_share <= 1:
-            raise ValueError(f"fan_out_share={self.fan_out_share!r} must be in [0, 1]")
 
 
 class AgentLoad(NamedTuple):

@@ -6,11 +6,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
+from scaling import cli
 from scaling.cli import (
     END_TO_END,
     FIRST_TOKEN,
-    STUDY,
     CalibrationConfig,
     CalibrationResult,
 )
@@ -21,8 +21,8 @@ CONFIGS = {
 }
 
 
-@claims_file(__file__).judge
-def claims(result: CalibrationResult) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: CalibrationResult) -> Iterator[lab.MeasuredValue]:
     """Judges the errors and intervals of left-out stages."""
     for kind in ("model", "load", "roofline"):
         if kind not in result.kinds():
@@ -34,18 +34,20 @@ def claims(result: CalibrationResult) -> Iterator[MeasuredValue]:
             words: dict[str, Any] = {"latency": latency, "stages": row.stages[0]}
             if kind == "roofline":
                 if latency == END_TO_END:
-                    yield measured("roofline", 100 * number["median"], **words)
+                    yield lab.measured("roofline", 100 * number["median"], **words)
                 continue
             if kind == "load":
-                yield measured("load_median", 100 * number["median"], **words)
+                yield lab.measured("load_median", 100 * number["median"], **words)
                 continue
-            yield measured("model_median", 100 * number["median"], **words)
+            yield lab.measured("model_median", 100 * number["median"], **words)
             stage = row.worst_stage[0]
-            yield measured("model_worst", 100 * number["worst"], stage=stage, **words)
-            yield measured("model_covered", row.in_90[0] / row.stages[0], **words)
-            yield measured("model_width", 100 * row.width[0], **words)
+            yield lab.measured(
+                "model_worst", 100 * number["worst"], stage=stage, **words
+            )
+            yield lab.measured("model_covered", row.in_90[0] / row.stages[0], **words)
+            yield lab.measured("model_width", 100 * row.width[0], **words)
             if latency == END_TO_END:
-                yield measured("blis", 100 * number["median"], **words)
+                yield lab.measured("blis", 100 * number["median"], **words)
 
 
-STUDIES = (STUDY._replace(configs=CONFIGS, claims=claims),)
+STUDY = cli.STUDY._replace(configs=CONFIGS, claims=claims)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import load_text_model
 from experiments.serving.batching import lectures, serving, sweeps
 from experiments.serving.batching.lectures import IterationSpans
@@ -29,28 +29,14 @@ from experiments.serving.batching.sweeps import (
     Config,
     ThroughputSweep,
 )
-from jaxkv import plotting
-from jaxkv.plotting import (
-    draw_curve,
-    draw_reference_line,
-    label_log_axis,
-    set_labels,
-    shade_band,
-    system_style,
-    use_powers_of_two,
-)
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, Sheet, column, metric_sheets
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PUBLISHED_LIMITS = ([32.0, 128.0, 512.0, 1536.0], "opt-13b-a100-40gb")
 """Published output limits in tokens, and their cost model."""
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 
-PANELS = (4, 2)
-PANEL_SIZE_INCHES = (3.4, 3.3)
 
 CONFIGS = {
     "smoke": Config(
@@ -80,21 +66,25 @@ CONFIGS = {
 }
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Sweeps, and the token times of the lectures' pictures."""
 
-    limits: ThroughputSweep = column("all `SYSTEMS`, by output limit; empty if served")
-    deviations: ThroughputSweep = column("static and continuous, by spread of outputs")
-    clients: ClientLatencies = column("by concurrent clients")
-    static_sequences: IterationSpans = column("S1 to S7, static batching")
-    continuous_sequences: IterationSpans = column("S1 to S7, continuous batching")
-    static_requests: IterationSpans = column("R1 to R5, static batching")
-    continuous_requests: IterationSpans = column("R1 to R5, continuous batching")
-    where: str = column("cost model or device")
-    num_slots: int = column("slots of the systems in `deviations`")
+    limits: ThroughputSweep = lab.column(
+        "all `SYSTEMS`, by output limit; empty if served"
+    )
+    deviations: ThroughputSweep = lab.column(
+        "static and continuous, by spread of outputs"
+    )
+    clients: ClientLatencies = lab.column("by concurrent clients")
+    static_sequences: IterationSpans = lab.column("S1 to S7, static batching")
+    continuous_sequences: IterationSpans = lab.column("S1 to S7, continuous batching")
+    static_requests: IterationSpans = lab.column("R1 to R5, static batching")
+    continuous_requests: IterationSpans = lab.column("R1 to R5, continuous batching")
+    where: str = lab.column("cost model or device")
+    num_slots: int = lab.column("slots of the systems in `deviations`")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Simulates every sweep, or serves the spread and client sweeps with a model."""
     model = None
     limits = config.limits
@@ -122,19 +112,21 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Judges the pictures and those sweeps that were run."""
     for name, times, picture in (
         ("static", result.static_sequences, lectures.STATIC),
         ("continuous", result.continuous_sequences, lectures.CONTINUOUS),
     ):
-        yield measured("cells", lectures.count_equal_cells(times, picture), name=name)
+        yield lab.measured(
+            "cells", lectures.count_equal_cells(times, picture), name=name
+        )
     batches = lectures.batch_names(result.continuous_requests)[
         : len(lectures.BATCH_CONTENTS)
     ]
     equal = sum(x == y for x, y in zip(batches, lectures.BATCH_CONTENTS, strict=False))
-    yield measured("iterations", equal, batches=", then ".join(batches))
-    yield measured("joined", lectures.count_joined(result.static_requests))
+    yield lab.measured("iterations", equal, batches=", then ".join(batches))
+    yield lab.measured("joined", lectures.count_joined(result.static_requests))
     swept = result.limits
     if swept.value.size:
         static, continuous, paged = swept.means
@@ -147,12 +139,12 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             for z in (gain, more)
         )
         longest = swept.value[-1]
-        yield measured("never_slower", gain.min(), gains=gains)
-        yield measured("growth", np.diff(gain).min())
-        yield measured("about_the_same", gain[0])
-        yield measured("continuous", gain[-1], longest=longest)
-        yield measured("paged", paged[-1] / static[-1], longest=longest)
-        yield measured("doubled", more.min(), pages=pages)
+        yield lab.measured("never_slower", gain.min(), gains=gains)
+        yield lab.measured("growth", np.diff(gain).min())
+        yield lab.measured("about_the_same", gain[0])
+        yield lab.measured("continuous", gain[-1], longest=longest)
+        yield lab.measured("paged", paged[-1] / static[-1], longest=longest)
+        yield lab.measured("doubled", more.min(), pages=pages)
     client_sweep = result.clients
     uneven = result.deviations
     if len(client_sweep):
@@ -160,15 +152,17 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         rates = client_sweep.tokens_per_s
         took_s = client_sweep.s_per_token
         fastest = client_sweep.clients[took_s.argmin()]
-        yield measured("alone", fastest, most=max_clients, times=took_s[-1] / took_s[0])
+        yield lab.measured(
+            "alone", fastest, most=max_clients, times=took_s[-1] / took_s[0]
+        )
         has_rates = np.isfinite(rates).any()
         best = client_sweep.clients[np.nanargmax(rates)] if has_rates else np.nan
-        yield measured(
+        yield lab.measured(
             "largest", best, published=float(max_clients), times=rates[-1] / rates[0]
         )
     if uneven.value[0] == 0:
         fewer = (uneven.steps[0, 0] / uneven.steps[1, 0]).mean()
-        yield measured("equal", fewer, differs=not result.limits.value.size)
+        yield lab.measured("equal", fewer, differs=not result.limits.value.size)
 
 
 def metrics(result: Result) -> dict[str, Any]:
@@ -185,7 +179,7 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of the pictures and the sweeps."""
     numbers = metrics(result)
     names = [f"T{i + 1}" for i in range(lectures.PLACES)]
@@ -198,13 +192,15 @@ def summary(result: Result) -> list[ReportPart]:
     }
     return [
         *(
-            Sheet(
+            lab.Sheet(
                 f"{x} batching", names, [y.split() for y in numbers[f"sequences_{x}"]]
             )
             for x in ("static", "continuous")
         ),
-        Sheet("R1 to R5, three at a time", heads, [(str(i), *row) for i, row in turns]),
-        *metric_sheets({title: x for title, x in tables.items() if x}),
+        lab.Sheet(
+            "R1 to R5, three at a time", heads, [(str(i), *row) for i, row in turns]
+        ),
+        *lab.metric_sheets({title: x for title, x in tables.items() if x}),
         result.clients.sheet("requests side by side"),
     ]
 
@@ -235,13 +231,13 @@ def plot(axes: np.ndarray, result: Result) -> None:
         gains = limits.means / limits.means[0]
         longest = _PUBLISHED_LIMITS[0][-1]
         for i, name in enumerate(SYSTEM_NAMES[1:], 1):
-            draw_curve(gain, limits.value, gains[i], name, name)
+            lab.draw_curve(gain, limits.value, gains[i], name, name)
             look = {"linestyle": "", "markersize": 7, "markerfacecolor": "none"}
-            look["marker"] = system_style(name).marker
+            look["marker"] = lab.system_style(name).marker
             reference = [CLAIMS.published(SYSTEMS[i])]
             label = f"published, {name}"
-            draw_curve(gain, [longest], reference, "published", label, **look)
-        draw_reference_line(gain, 1)
+            lab.draw_curve(gain, [longest], reference, "published", label, **look)
+        lab.draw_reference_line(gain, 1)
         gain.set(ylabel="over static [ratio]", ylim=(0, None))
         gain.legend()
         title = f"Up to {limits.value[-1]:,.0f} tokens an answer, static batching "
@@ -251,7 +247,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
         gain.set_title(f"Up to {title}")
     for ax in (rate, gain):
         if limits.value.size:
-            use_powers_of_two(ax)
+            lab.use_powers_of_two(ax)
             ax.set(xticks=limits.value, xlabel="limit of outputs [tokens]")
         else:
             ax.remove()
@@ -269,21 +265,23 @@ def plot(axes: np.ndarray, result: Result) -> None:
 def _draw_speeds(ax: "Axes", sweep: ThroughputSweep) -> None:
     rows = zip(SYSTEM_NAMES, sweep.means, sweep.tokens_per_s, strict=False)
     for name, mean, seeds in rows:
-        draw_curve(ax, sweep.value, mean, name, name)
+        lab.draw_curve(ax, sweep.value, mean, name, name)
         if seeds.shape[1] > 1:
             low = seeds.min(axis=1)
             high = seeds.max(axis=1)
-            shade_band(ax, sweep.value, low, high, system_style(name).color, 0.2)
+            lab.shade_band(
+                ax, sweep.value, low, high, lab.system_style(name).color, 0.2
+            )
     ax.set(ylabel="throughput [tokens/s]", ylim=(0, None))
     ax.legend()
 
 
 def _draw_clients(ax: "Axes", latencies: ClientLatencies) -> None:
     token_ms = 1e3 * latencies.s_per_token
-    draw_curve(ax, token_ms, latencies.tokens_per_s, "continuous, paged")
+    lab.draw_curve(ax, token_ms, latencies.tokens_per_s, "continuous, paged")
     rows = [*zip(latencies.clients, token_ms, latencies.tokens_per_s, strict=True)]
     for clients, *at in rows:
-        plotting.annotate(ax, str(clients), at, (6, -4), va="top")
+        lab.annotate(ax, str(clients), at, (6, -4), va="top")
     title = "Requests served together"
     if rows:
         (few, slow, less), (batch, fast, more) = rows[0], rows[-1]
@@ -291,6 +289,11 @@ def _draw_clients(ax: "Axes", latencies: ClientLatencies) -> None:
         title += f"{few}, {fast / slow:.2f} times the latency"
     x = "time of a token, points: requests [ms]"
     y = "throughput [tokens/s]"
-    set_labels(ax, title, x, y, yscale="log")
-    label_log_axis(ax.yaxis)
+    lab.set_labels(ax, title, x, y, yscale="log")
+    lab.label_log_axis(ax.yaxis)
     ax.margins(x=0.1, y=0.12)
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(4, 2, 3.3)
+)

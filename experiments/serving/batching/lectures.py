@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv import plotting
-from jaxkv.plotting import TEXT_COLOR, Box, draw_rectangle, set_labels
-from jaxkv.report import Ints, ResultTable, column
+from experiments import lab
 from jaxkv.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -52,11 +50,11 @@ _TURNS = ((0.0, 3, 4), (0.0, 2, 2), (0.5, 3, 4), (1.4, 2, 3), (1.5, 3, 2))
 iteration, R4 and R5 during the second."""
 
 
-class IterationSpans(ResultTable):
+class IterationSpans(lab.ResultTable):
     """First and last iteration in which each request generated a token, from 1."""
 
-    first: Ints = column("iteration of the first token")
-    last: Ints = column("iteration of the last token")
+    first: lab.Ints = lab.column("iteration of the first token")
+    last: lab.Ints = lab.column("iteration of the last token")
 
     def runs(self, step: int) -> np.ndarray:
         """Returns a mask of the requests in the batch of an iteration."""
@@ -188,10 +186,10 @@ _CELL_NAMES[WAITS] = "waits"
 
 def _fill(kind: int) -> dict[str, Any]:
     """Returns the colour and hatch of a kind of cell."""
-    palette = plotting.colors()
+    palette = lab.colors()
     fills = {
         PROMPT_TOKEN: palette[4],
-        GENERATED_TOKEN: plotting.lighten(palette[5]),
+        GENERATED_TOKEN: lab.lighten(palette[5]),
         LAST_TOKEN: palette[6],
     }
     look = {"facecolor": fills.get(kind, "0.6"), "edgecolor": "white"}
@@ -207,7 +205,7 @@ def _key(ax: "Axes", kinds: tuple[int, ...]) -> None:
 
 def _cell(ax: "Axes", x: int, y: int, kind: int, text: str) -> None:
     """Draws a cell with upper left corner (x, y)."""
-    draw_rectangle(ax, Box(x, y, 1, 1), **_fill(kind))
+    lab.draw_rectangle(ax, lab.Box(x, y, 1, 1), **_fill(kind))
     ax.text(
         x + 0.5,
         y + 0.5,
@@ -215,12 +213,12 @@ def _cell(ax: "Axes", x: int, y: int, kind: int, text: str) -> None:
         va="center",
         ha="center",
         linespacing=1.0,
-        color="white" if kind == LAST_TOKEN else TEXT_COLOR,
+        color="white" if kind == LAST_TOKEN else lab.TEXT_COLOR,
     )
 
 
 def _frame(ax: "Axes", columns: int, names: list[str], title: str, label: str) -> None:
-    set_labels(ax, title, label, "", xlim=(0, columns), ylim=(len(names), 0))
+    lab.set_labels(ax, title, label, "", xlim=(0, columns), ylim=(len(names), 0))
     ax.set_xticks(np.arange(columns) + 0.5, [str(x + 1) for x in range(columns)])
     ax.set_yticks(np.arange(len(names)) + 0.5, names)
     ax.tick_params(length=0)

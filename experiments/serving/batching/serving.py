@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from experiments import lab
 from experiments.harness import cut_held_out_prompts, make_benchmark_config, make_engine
 from experiments.serving.batching import sweeps
 from experiments.serving.batching.sweeps import PAGE_SIZE, SYSTEMS, Config, LoadResult
 from jaxkv import scheduling
 from jaxkv.models import LoadedModel
-from jaxkv.progress import Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy
 from jaxkv.serving import Engine
@@ -22,7 +22,7 @@ NUM_ROUNDS = 3
 
 
 def serve_uneven(
-    config: Config, model: LoadedModel, progress: Progress
+    config: Config, model: LoadedModel, progress: lab.Progress
 ) -> list[list[LoadResult]]:
     """Serves outputs of equal mean and growing spread.
 
@@ -55,7 +55,7 @@ def serve_uneven(
 
 
 def serve_batches(
-    config: Config, model: LoadedModel, progress: Progress
+    config: Config, model: LoadedModel, progress: lab.Progress
 ) -> Iterator[LoadResult]:
     """Serves equal requests in batches of each size, until stopped."""
     num = round(config.mean_output_tokens)

@@ -1,26 +1,16 @@
 """Simulated sweeps of batching: output limits, spread of outputs, and clients."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from experiments import lab
 from experiments.harness import find_cost_model
 from experiments.serving.batching import lectures
-from jaxkv import scheduling, simulation, validation
-from jaxkv.progress import Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ResultRecord,
-    ResultTable,
-    column,
-    format_seconds,
-    to_rows,
-)
+from jaxkv import scheduling, simulation
 from jaxkv.scheduling import Policy
 from jaxkv.simulation import Capacity, Cost, SimulationResult, Work
 from jaxkv.workloads import (
@@ -38,8 +28,7 @@ batching with pages allocated on demand."""
 PAGE_SIZE = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """The simulated machine and its requests."""
 
     model: str = ""
@@ -49,31 +38,28 @@ class Config:
     """Name of the cost model of a step, see `named_costs`."""
     num_places: int = 15_728
     """KV cache size in tokens; the default is that of a 13B model in 40 GB."""
-    prompt_tokens: int = 512
+    prompt_tokens: lab.PositiveInt = 512
     """Tokens of every prompt."""
-    mean_output_tokens: float = 128.0
+    mean_output_tokens: Annotated[float, lab.Range(1)] = 128.0
     """Mean output tokens, before outputs are limited."""
-    limits: tuple[int, ...] = (32, 128, 512, 1536)
+    limits: lab.AscendingInts = (32, 128, 512, 1536)
     """Output limits in tokens, ascending; outputs are exponential, and redrawn above
     the limit."""
-    deviations: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+    deviations: lab.AscendingFloats = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
     """Coefficients of variation of outputs of equal mean, ascending."""
-    clients: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    clients: lab.AscendingInts = (1, 2, 4, 8, 16, 32, 64)
     """Concurrent clients with prompts of 32 tokens, ascending; each sends its next
     request when the last is answered."""
-    num_requests: int = 1000
+    num_requests: lab.PositiveInt = 1000
     """Requests of each load, all of which arrive at 0 s."""
-    num_seeds: int = 3
+    num_seeds: lab.PositiveInt = 3
     """Independent draws of the lengths."""
-    max_slots: int = 64
+    max_slots: lab.PositiveInt = 64
     """Largest number of sequences that run at once."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "prompt_tokens", "num_requests", "num_seeds")
-        validation.at_least(self, "max_slots", "mean_output_tokens")
-        validation.ascending(self, "limits", "clients", low=1)
-        validation.ascending(self, "deviations", low=0)
+        super().__post_init__()
         if self.num_places < self.longest:
             raise ValueError(
                 f"num_places={self.num_places!r} must hold a prompt and its longest "
@@ -91,15 +77,15 @@ class Config:
         return self.prompt_tokens + self.limits[-1]
 
 
-class ThroughputSweep(ResultRecord):
+class ThroughputSweep(lab.ResultRecord):
     """Throughput of several systems under several loads; NaN where a run stopped."""
 
-    value: Float[np.ndarray, " loads"] = column("swept value")
-    tokens_per_s: Float[np.ndarray, "systems loads seeds"] = column(
+    value: Float[np.ndarray, " loads"] = lab.column("swept value")
+    tokens_per_s: Float[np.ndarray, "systems loads seeds"] = lab.column(
         "generated tokens over the time until the last request ended"
     )
-    steps: Float[np.ndarray, "systems loads seeds"] = column("steps taken")
-    deviation: Float[np.ndarray, "loads seeds"] = column(
+    steps: Float[np.ndarray, "systems loads seeds"] = lab.column("steps taken")
+    deviation: Float[np.ndarray, "loads seeds"] = lab.column(
         "coefficient of variation of the drawn outputs"
     )
 
@@ -108,26 +94,26 @@ class ThroughputSweep(ResultRecord):
         """Tokens per second, averaged over seeds."""
         return self.tokens_per_s.mean(axis=2)
 
-    def rows(self, name: str) -> list[dict[str, Any]]:
+    def rows(self, name: str) -> list[lab.Row]:
         """Returns the means over seeds, one row per load; `name` heads the values."""
         columns = {name: self.value, "measured deviation": self.deviation.mean(axis=1)}
         for system, rates in zip(SYSTEMS, self.means, strict=False):
             columns[f"{system}_tokens_per_s"] = rates
         columns["gain"] = self.means[-1] / self.means[0]
         columns["fewer_steps"] = self.steps[0].sum(axis=1) / self.steps[-1].sum(axis=1)
-        return to_rows(columns)
+        return lab.to_rows(columns)
 
 
-class ClientLatencies(ResultTable):
+class ClientLatencies(lab.ResultTable):
     """Throughput and latency of equal requests by number of clients."""
 
-    clients: Ints = column("requests side by side")
-    tokens_per_s: Floats = column("generated tokens")
-    s_per_token: Floats = column(
+    clients: lab.Ints = lab.column("requests side by side")
+    tokens_per_s: lab.Floats = lab.column("generated tokens")
+    s_per_token: lab.Floats = lab.column(
         "mean over requests of latency / output tokens",
         key="token_s",
         heading="token",
-        form=format_seconds,
+        form=lab.format_seconds,
     )
 
 
@@ -158,7 +144,7 @@ type LoadResults = dict[str, list[LoadResult]]
 
 
 def simulate_sweeps(
-    config: Config, progress: Progress, *, sweeps: bool
+    config: Config, progress: lab.Progress, *, sweeps: bool
 ) -> tuple[LoadResults, LoadResults]:
     """Simulates the lectures' pictures and the sweeps.
 
@@ -298,7 +284,7 @@ def _simulate(
     config: Config,
     groups: dict[str, list[_LoadCase]],
     policy: Policy,
-    progress: Progress,
+    progress: lab.Progress,
 ) -> LoadResults:
     cost = find_cost_model(config.cost).cost
     members = [x for group in groups.values() for x in group]

@@ -8,16 +8,13 @@ rounds with ShareGPT's mean lengths.
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Annotated
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.serving.latency_vs_rate import runs, settings
-from experiments.serving.latency_vs_rate.runs import Row
-from jaxkv import validation, workloads
-from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, row_sheet
+from jaxkv import workloads
 from jaxkv.workloads import SHAREGPT, Fixed, Lengths, Load, load_ratio, num_requests_for
 
 HISTORY = 1024
@@ -27,33 +24,23 @@ AXIS = 0.8
 SYSTEMS: tuple[settings.System, ...] = (*settings.ORCAS, "paged")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Conversations and their arrival rates."""
 
-    rounds_before: float = 3.0
+    rounds_before: lab.NonNegativeFloat = 3.0
     """Mean number of earlier rounds of a conversation, geometrically distributed. The
     paper states only that most prompts have the full 1,024 tokens."""
-    hours: float = 1.0
+    hours: lab.PositiveFloat = 1.0
     """Hours of simulated load."""
-    num_rates: int = 8
+    num_rates: Annotated[int, lab.Range(2)] = 8
     """Number of rates, evenly spaced up to `most`."""
-    num_near: int = 4
+    num_near: lab.NonNegativeInt = 4
     """Further rates where latency rises from 0.1 to 0.9 s/token."""
-    most: float = 1.2
+    most: lab.PositiveFloat = 1.2
     """Highest rate in requests/s; the published axis ends at 0.8."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of lengths and arrivals."""
 
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.above(self, "hours", "most")
-        validation.at_least(self, "rounds_before", "seed", "num_near", low=0)
-        validation.at_least(self, "num_rates", low=2)
-
-
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.4)
 
 CONFIGS = {"smoke": Config(hours=0.02, num_rates=2, num_near=0), "paper": Config()}
 
@@ -80,7 +67,7 @@ def draw_conversations(config: Config) -> Load:
     return Load(workloads.poisson(rng, rate=1.0, num=num), tokens, seconds)
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[Row]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[lab.Row]:
     """Serves the conversations with every system."""
     requests = draw_conversations(config)
     prompt, output = requests.tokens
@@ -103,7 +90,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     return [length_stats | row for row in rows]
 
 
-def plot(axes: np.ndarray, result: list[Row]) -> None:
+def plot(axes: np.ndarray, result: list[lab.Row]) -> None:
     """Draws latency against rate, and the ratio of loads against the latency bound."""
     latency, ratio = axes
     curves = runs.latency_curves(result)
@@ -112,7 +99,7 @@ def plot(axes: np.ndarray, result: list[Row]) -> None:
     if "paged" in loads:
         title = f"OPT-13B sustains {loads['paged'].rate:.2f} chats/s with pages"
     runs.draw_curves(latency, result, title)
-    draw_reference_line(latency, AXIS, "end of the paper's axis", along="y")
+    lab.draw_reference_line(latency, AXIS, "end of the paper's axis", along="y")
     latency.set_xlim(left=0)
     latency.legend()
     bounds = np.linspace(*runs.LATENCY_RANGE, 33)
@@ -120,9 +107,9 @@ def plot(axes: np.ndarray, result: list[Row]) -> None:
     for system, curve in curves.items():
         if system != "paged" and "paged" in curves:
             gain = [load_ratio(curves["paged"], curve, x) for x in bounds]
-            draw_curve(ratio, bounds, gain, system, f"over {system}", markevery=8)
+            lab.draw_curve(ratio, bounds, gain, system, f"over {system}", markevery=8)
             gains.append(load_ratio(curves["paged"], curve, runs.LATENCY_BOUND))
-    draw_reference_line(ratio, 2, "the paper's")
+    lab.draw_reference_line(ratio, 2, "the paper's")
     title = "Load with pages over Orca's"
     if gains[1:]:
         title = (
@@ -131,31 +118,33 @@ def plot(axes: np.ndarray, result: list[Row]) -> None:
         title += "not 2" if max(gains) < 2 else "the paper 2"
     x = "bound on the latency [s/token]"
     y = "load of paged / Orca's [ratio]"
-    set_labels(ratio, title, x, y, ylim=(0, None))
+    lab.set_labels(ratio, title, x, y, ylim=(0, None))
     ratio.legend()
 
 
-@claims_file(__file__).judge
-def claims(result: list[Row]) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: list[lab.Row]) -> Iterator[lab.MeasuredValue]:
     """Compares the figure's claims with the simulation."""
     loads = runs.sustained_loads(result)
     if len(loads) < len(SYSTEMS):
         return
     orcas = [loads[name].rate for name in settings.ORCAS]
     span = "; ".join(f"{name} {loads[name].text}" for name in SYSTEMS)
-    yield measured("history", float(result[0]["full_share"]), differs=True)
-    yield measured("alike", max(orcas) / min(orcas))
+    yield lab.measured("history", float(result[0]["full_share"]), differs=True)
+    yield lab.measured("alike", max(orcas) / min(orcas))
     for name in settings.ORCAS:
         times = loads["paged"].rate / loads[name].rate
-        yield measured("twice", times, name=name, bound=runs.LATENCY_BOUND, span=span)
+        yield lab.measured(
+            "twice", times, name=name, bound=runs.LATENCY_BOUND, span=span
+        )
 
 
-def metrics(result: list[Row]) -> dict[str, object]:
+def metrics(result: list[lab.Row]) -> dict[str, object]:
     """Returns the load that each system sustains, and every row."""
     return {"capacities": runs.sustained_rows(result), "rows": result}
 
 
-def summary(result: list[Row]) -> list[ReportPart]:
+def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     """Returns a table of the systems at the rates that they sustain."""
     loads = runs.sustained_loads(result)
     if not loads:
@@ -180,4 +169,9 @@ def summary(result: list[Row]) -> list[ReportPart]:
         "keys and values near that rate."
     ).format_map(result[0])
     title = f"requests/s at {runs.LATENCY_BOUND} s a token"
-    return [row_sheet(title, rows, columns, note)]
+    return [lab.row_sheet(title, rows, columns, note)]
+
+
+STUDY = lab.Study(
+    CONFIGS, list, run, plot, claims, summary, metrics, panels=lab.Panels(1, 2, 3.4)
+)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.serving.chunked_prefill import runs, settings
 from experiments.serving.chunked_prefill.runs import (
     NUM_DECODING,
@@ -21,21 +21,9 @@ from experiments.serving.chunked_prefill.runs import (
     Timeline,
 )
 from experiments.serving.chunked_prefill.settings import MODELS, Config
-from jaxkv import plotting
 from jaxkv.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    draw_curve,
-    draw_reference_line,
-    label_log_axis,
-    set_labels,
     system_style,
-    use_powers_of_two,
 )
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, Sheet, column, computed_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +89,7 @@ PUBLISHED_RATIOS = (
     ),
     PublishedRatio("Mistral-7B", "", "strict", _SMALL_CHUNKS, "vLLM", 2.6, "abstract"),
 )
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 CALIBRATED_SHEET = (
     "Simulated with step times fitted to vLLM servers on H100s, as shares of the data "
     "sheet of A100s, and lengths by law; the paper's was measured on A100s"
@@ -109,24 +97,24 @@ CALIBRATED_SHEET = (
 """Conditions of the config `calibrated`, in place of those in claims.toml."""
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Simulated results."""
 
-    timeline: Timeline = column("token times of 4 schedules", is_reported=False)
-    ways: PrefillRuns = column("4 schedules at one rate and one token budget")
-    budgets: PrefillRuns = column("mixed chunks of several sizes at the same rate")
-    loads: PrefillRuns = column("systems by rate")
-    chunk: np.ndarray = column("tokens of a chunk")
-    chunk_cost: np.ndarray = column("time of a prompt in chunks / time in one step")
+    timeline: Timeline = lab.column("token times of 4 schedules", is_reported=False)
+    ways: PrefillRuns = lab.column("4 schedules at one rate and one token budget")
+    budgets: PrefillRuns = lab.column("mixed chunks of several sizes at the same rate")
+    loads: PrefillRuns = lab.column("systems by rate")
+    chunk: np.ndarray = lab.column("tokens of a chunk")
+    chunk_cost: np.ndarray = lab.column("time of a prompt in chunks / time in one step")
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def capacities(self) -> Capacities:
         """Requests/s that each system sustains."""
         return runs.sustained_capacities(self.loads)
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Simulates all parts; if stopped, returns the finished ones."""
     name = config.models[0]
     model = MODELS[config.models[0]]
@@ -162,7 +150,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of schedules, token budgets and capacities."""
     names = ("budget", "rate", "ttft_s", "tbt_p50_s", "tbt_p99_s", "longest_s")
     kinds = ("strict", "relaxed")
@@ -178,7 +166,7 @@ def summary(result: Result) -> list[ReportPart]:
     return [
         result.ways.sheet(title, "data", "system", *names),
         result.budgets.sheet(f"chunks, mixed, {model}", *names),
-        Sheet(
+        lab.Sheet(
             "requests a second that a system sustains",
             ("model", "data", "system", *kinds),
             rows,
@@ -191,7 +179,7 @@ def summary(result: Result) -> list[ReportPart]:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Judges the simulated parts."""
     sheet: dict[str, Any] = {}
     if len(result.ways) and MODELS[result.ways.model[0]].is_calibrated:
@@ -215,10 +203,10 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             "both_shortest": tail[2] / min(tail[:2]),
         }
         for id, ratio in order.items():
-            yield measured(id, ratio, data=data, load=load, **sheet)
+            yield lab.measured(id, ratio, data=data, load=load, **sheet)
         for schedule, ttft_s, tbt_s in zip(SCHEDULE_NAMES, first, tail, strict=True):
-            yield measured("ttft", ttft_s, data=data, way=schedule, **sheet)
-            yield measured("tbt", tbt_s, data=data, way=schedule, **sheet)
+            yield lab.measured("ttft", ttft_s, data=data, way=schedule, **sheet)
+            yield lab.measured("tbt", tbt_s, data=data, way=schedule, **sheet)
     capacities = result.capacities.rows()
     for x in PUBLISHED_RATIOS:
         # Ratio of sustained loads on the dataset with the larger ratio.
@@ -238,13 +226,13 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             data = max(ratios, key=lambda data: np.nan_to_num(ratios[data]))
             words: dict[str, Any] = x._asdict() | {"data": data} | sheet
             words |= {"rate": rates[data][x.system], "other": rates[data][x.rival]}
-            yield measured(
+            yield lab.measured(
                 "more" if x.data else "more_on_better", ratios[data], **words
             )
     cost = dict(zip(result.chunk.tolist(), result.chunk_cost.tolist(), strict=True))
     for id, size in {"chunks_512": 512, "chunks_2048": 2048}.items():
-        yield measured(id, 100 * (cost[size] - 1), tokens=LONG_PROMPT, **sheet)
-    yield measured("tiles", 100 * (cost[257] / cost[256] - 1), **sheet)
+        yield lab.measured(id, 100 * (cost[size] - 1), tokens=LONG_PROMPT, **sheet)
+    yield lab.measured("tiles", 100 * (cost[257] / cost[256] - 1), **sheet)
 
 
 SYSTEM_NAMES = tuple(x.name for x in settings.SYSTEMS)
@@ -266,7 +254,7 @@ def _draw_timeline(ax: "Axes", timeline: Timeline) -> None:
     last = timeline.time_s.max()
     stalls = {}
     look: dict[str, Any] = {"markersize": 5, "linestyle": "", "marker": "|"}
-    kinds = (("decoding at the start", ORANGE), ("arrived late", BLUE))
+    kinds = (("decoding at the start", lab.ORANGE), ("arrived late", lab.BLUE))
     names = timeline.distinct("way")
     for i, name in enumerate(names):
         longest = 0.0
@@ -275,16 +263,18 @@ def _draw_timeline(ax: "Axes", timeline: Timeline) -> None:
             y = np.full(len(at), i + 0.14 * sequence - 0.28)
             label, color = kinds[sequence >= NUM_DECODING]
             is_named = not i and sequence in (0, NUM_DECODING)
-            draw_curve(ax, at, y, color, label if is_named else "", **look)
+            lab.draw_curve(ax, at, y, color, label if is_named else "", **look)
             if sequence < NUM_DECODING:
                 longest = max(longest, np.diff(at).max())
         stalls[name] = 1000 * longest
         text = f"{stalls[name]:,.0f} ms"
-        plotting.annotate(ax, text, (last, i), (6, 0), va="center_baseline")
+        lab.annotate(ax, text, (last, i), (6, 0), va="center_baseline")
     worst, best = (f(stalls, key=lambda x: stalls[x]) for f in (max, min))
     title = f"Two long prompts arrive: answers stall {stalls[worst]:,.0f} ms with "
     title += f"{worst}, {stalls[best]:,.0f} ms with {best}"
-    set_labels(ax, title, "time, a tick for each token; right: longest stall [s]", "")
+    lab.set_labels(
+        ax, title, "time, a tick for each token; right: longest stall [s]", ""
+    )
     ax.set_yticks(range(len(names)), names)
     ax.set(xlim=(0, 1.02 * last), ylim=(len(names) - 0.5, -0.6))
     ax.tick_params(axis="y", length=0)
@@ -306,18 +296,18 @@ def _draw_limits(ax: "Axes", model: str) -> None:
 
 def _draw_budgets(ax: "Axes", budgets: PrefillRuns) -> None:
     for label, values, color, mark in (
-        ("first token, median", budgets.ttft_s, GREEN, "^"),
-        ("between tokens, 99 %", budgets.tbt_p99_s, RED, "s"),
-        ("between tokens, median", budgets.tbt_p50_s, BLUE, "o"),
+        ("first token, median", budgets.ttft_s, lab.GREEN, "^"),
+        ("between tokens, 99 %", budgets.tbt_p99_s, lab.RED, "s"),
+        ("between tokens, median", budgets.tbt_p50_s, lab.BLUE, "o"),
     ):
-        draw_curve(ax, budgets.budget, values, color, label, marker=mark)
-    use_powers_of_two(ax)
+        lab.draw_curve(ax, budgets.budget, values, color, label, marker=mark)
+    lab.use_powers_of_two(ax)
     _draw_limits(ax, budgets.model[0])
     slow = budgets.tbt_p99_s[-1] / budgets.tbt_p99_s[0]
     title = f"From {budgets.budget[0]:,.0f} to {budgets.budget[-1]:,.0f} tokens a step "
     title += f"the tail between tokens grows {slow:.0f}-fold"
-    set_labels(ax, title, "budget [tokens/step]", "time [s]", yscale="log")
-    label_log_axis(ax.yaxis)
+    lab.set_labels(ax, title, "budget [tokens/step]", "time [s]", yscale="log")
+    lab.label_log_axis(ax.yaxis)
     ax.legend()
 
 
@@ -328,7 +318,7 @@ def _draw_loads(ax: "Axes", loads: PrefillRuns) -> None:
     ends = {}
     for system in SYSTEM_NAMES:
         subset = loads.where(model=model, data=data, system=system)
-        draw_curve(ax, subset.rate, subset.tbt_p99_s, system, system)
+        lab.draw_curve(ax, subset.rate, subset.tbt_p99_s, system, system)
         if len(subset):
             ends[system] = float(subset.tbt_p99_s[-1])
     _draw_limits(ax, model)
@@ -336,13 +326,13 @@ def _draw_loads(ax: "Axes", loads: PrefillRuns) -> None:
     title = f"{model}, {data}: {best} keeps the tail between tokens at "
     title += f"{ends[best]:.2g} s"
     y = "between tokens, 99 % [s]"
-    set_labels(ax, title, "load [requests/s]", y, yscale="log")
-    label_log_axis(ax.yaxis)
+    lab.set_labels(ax, title, "load [requests/s]", y, yscale="log")
+    lab.label_log_axis(ax.yaxis)
     ax.set_xlim(left=0)
     ax.legend()
 
 
-def _draw_capacities(ax: "Axes", rows: list[dict[str, Any]]) -> None:
+def _draw_capacities(ax: "Axes", rows: list[lab.Row]) -> None:
     """Draws bars of load over vLLM's for each case; diamonds are published."""
     cases = dict.fromkeys((x["model"], x["data"]) for x in rows)
     groups = [(*case, kind) for case in cases for kind in ("strict", "relaxed")]
@@ -376,15 +366,20 @@ def _draw_capacities(ax: "Axes", rows: list[dict[str, Any]]) -> None:
             if ratio := reference.get((model, data, kind, system)):
                 label = "" if "published" in legend_names else "published"
                 look = {"linestyle": "", "markersize": 7, "markeredgecolor": "white"}
-                draw_curve(ax, [place], [ratio], "published", label, **look)
+                lab.draw_curve(ax, [place], [ratio], "published", label, **look)
                 legend_names.add("published")
     labels = [f"{m.split('-')[0]}\n{d}\n{k}" for m, d, k in groups]
     labels = [label.replace("openchat", "open-\nchat") for label in labels]
     ax.set_xticks(range(len(groups)), labels)
-    draw_reference_line(ax, 1)
+    lab.draw_reference_line(ax, 1)
     title = "Load within the objective, over vLLM's"
     if best[0]:
         title = f"{best[0]} sustains up to {best[1]:.1f} times vLLM's load within the "
         title += "objective"
         ax.legend()
-    set_labels(ax, title, "", "load / vLLM's [ratio]")
+    lab.set_labels(ax, title, "", "load / vLLM's [ratio]")
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(4, 1, 3.1)
+)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from experiments import lab
 from experiments.serving.chunked_prefill import settings
 from experiments.serving.chunked_prefill.settings import (
     DATASETS,
@@ -13,7 +14,6 @@ from experiments.serving.chunked_prefill.settings import (
     System,
 )
 from jaxkv import clock, simulation, workloads
-from jaxkv.report import Floats, Ints, ResultTable, Texts, column
 from jaxkv.simulation import SimulationResult
 from jaxkv.workloads import (
     Pair,
@@ -29,45 +29,47 @@ MAX_DELAY_S = 2.0
 """Largest median scheduling delay."""
 
 
-class PrefillRuns(ResultTable):
+class PrefillRuns(lab.ResultTable):
     """Latencies of simulated loads."""
 
-    model: Texts = column("served model")
-    data: Texts = column("dataset of the lengths")
-    system: Texts = column("schedule of prefill", heading="schedule")
-    budget: Floats = column("token budget of a step", heading="tokens a step")
-    rate: Floats = column("arrivals", heading="requests/s", form="{:.2f}")
-    share: Floats = column("rate over the rate at which prefill takes all time")
-    ttft_s: Floats = column(
+    model: lab.Texts = lab.column("served model")
+    data: lab.Texts = lab.column("dataset of the lengths")
+    system: lab.Texts = lab.column("schedule of prefill", heading="schedule")
+    budget: lab.Floats = lab.column("token budget of a step", heading="tokens a step")
+    rate: lab.Floats = lab.column("arrivals", heading="requests/s", form="{:.2f}")
+    share: lab.Floats = lab.column("rate over the rate at which prefill takes all time")
+    ttft_s: lab.Floats = lab.column(
         "median time to first token; elapsed time for requests that have none",
         heading="first token, median",
     )
-    delay_s: Floats = column("ttft_s less the prefill time of the median prompt")
-    tbt_p50_s: Floats = column(
+    delay_s: lab.Floats = lab.column(
+        "ttft_s less the prefill time of the median prompt"
+    )
+    tbt_p50_s: lab.Floats = lab.column(
         "median time between tokens", heading="between tokens, median"
     )
-    tbt_p99_s: Floats = column("P99 time between tokens", heading="P99")
-    longest_s: Floats = column("longest time between tokens", heading="longest")
-    batch: Floats = column("mean number of running sequences")
-    preempted: Floats = column("preemptions")
+    tbt_p99_s: lab.Floats = lab.column("P99 time between tokens", heading="P99")
+    longest_s: lab.Floats = lab.column("longest time between tokens", heading="longest")
+    batch: lab.Floats = lab.column("mean number of running sequences")
+    preempted: lab.Floats = lab.column("preemptions")
 
 
-class Capacities(ResultTable):
+class Capacities(lab.ResultTable):
     """Requests/s that systems sustain."""
 
-    model: Texts = column("served model")
-    data: Texts = column("dataset of the lengths")
-    system: Texts = column("schedule of prefill")
-    strict_per_s: Floats = column("within the strict objective")
-    relaxed_per_s: Floats = column("within the relaxed objective")
+    model: lab.Texts = lab.column("served model")
+    data: lab.Texts = lab.column("dataset of the lengths")
+    system: lab.Texts = lab.column("schedule of prefill")
+    strict_per_s: lab.Floats = lab.column("within the strict objective")
+    relaxed_per_s: lab.Floats = lab.column("within the relaxed objective")
 
 
-class Timeline(ResultTable):
+class Timeline(lab.ResultTable):
     """Time of each token."""
 
-    way: Texts = column("schedule of prefill")
-    sequence: Ints = column("sequence of the token")
-    time_s: Floats = column("time of the token")
+    way: lab.Texts = lab.column("schedule of prefill")
+    sequence: lab.Ints = lab.column("sequence of the token")
+    time_s: lab.Floats = lab.column("time of the token")
 
 
 def prefill_bound_rate(model: settings.ServedModel, law: Pair) -> float:

@@ -8,12 +8,12 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import validation
+from experiments import lab
 from jaxkv.scheduling import chunked_prefill
 from jaxkv.simulation import Capacity, SerializedPhases, SimulationMember, make_work
 from jaxkv.workloads import LogNormal, Pair, Workload
@@ -222,32 +222,31 @@ def prompt_s(model: ServedModel, tokens: float, budget: float | None = None) -> 
     return sum(float(model.cost(step)) for step in steps)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+Loads = Annotated[lab.PositiveFloats, lab.Ascending(minimum=2)]
+Budgets = Annotated[tuple[int, ...], lab.Ascending(minimum=2), lab.Range(MAX_SLOTS)]
+
+
+class Config(lab.ConfigRecord):
     """Extent of the simulation."""
 
-    models: tuple[str, ...] = ("Yi-34B", "Mistral-7B")
+    models: Annotated[tuple[str, ...], lab.Choices(MODELS, minimum=1)] = (
+        "Yi-34B",
+        "Mistral-7B",
+    )
     """Names in `MODELS`; the first also runs the schedule comparison."""
-    data: tuple[str, ...] = ("openchat", "arxiv")
+    data: Annotated[tuple[str, ...], lab.Choices(DATASETS, minimum=1)] = (
+        "openchat",
+        "arxiv",
+    )
     """Names in `DATASETS`; the first also runs the budget comparison."""
-    shares: tuple[float, ...] = (0.04, 0.09, 0.15, 0.22, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
+    shares: Loads = (0.04, 0.09, 0.15, 0.22, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
     """Rates of the capacity search, as shares of the rate at which prefill takes up
     all time; ascending."""
-    budgets: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
+    budgets: Budgets = (128, 256, 512, 1024, 2048, 4096, 8192)
     """Token budgets to compare, ascending."""
-    share: float = 0.4
+    share: lab.PositiveFloat = 0.4
     """Rate of the budget and schedule comparisons, as a share."""
-    seconds: float = 600.0
+    seconds: lab.PositiveFloat = 600.0
     """Simulated seconds of each load."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of lengths and arrivals."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.among(self, "models", allowed_values=MODELS, minimum=1)
-        validation.among(self, "data", allowed_values=DATASETS, minimum=1)
-        validation.ascending(self, "shares", "budgets", minimum=2)
-        validation.above(self, "shares", "share", "seconds")
-        # Each decoding sequence needs a token of the budget.
-        validation.at_least(self, "budgets", low=MAX_SLOTS)
-        validation.at_least(self, "seed", low=0)

@@ -11,27 +11,16 @@ KV utilisation is the mean of used token places / (used pages * page size) over
 non-empty steps.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import RaggedConfig, Server, load_text_model, make_engine
 from jaxkv import scheduling
 from jaxkv.cli import make_printable
 from jaxkv.engine import StepInfo
-from jaxkv.plotting import draw_slots, set_labels, system_style
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Excerpts,
-    ReportPart,
-    ResultRecord,
-    Texts,
-    column,
-    metric_sheets,
-)
 from jaxkv.serving import Completion
 
 NUM_REPORTED = 6
@@ -41,7 +30,6 @@ NUM_LINES = 6
 """Lines of each answer and of its prompt."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RaggedConfig):
     """The requests, and the engine that serves them."""
 
@@ -58,9 +46,6 @@ class Config(RaggedConfig):
                 f"{self.longest} tokens, more than max_length={self.max_length!r}"
             )
 
-
-PANELS = (3, 1)
-PANEL_SIZE_INCHES = (6.8, 2.7)
 
 CONFIGS = {
     "real": Config(),
@@ -114,12 +99,12 @@ class PolicyRecord(NamedTuple):
         return self.reason != ""
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Both servings of the same requests."""
 
-    prompt: Texts = column("prompts")
-    static: PolicyRecord = column("under static batching")
-    continuous: PolicyRecord = column("under continuous batching")
+    prompt: lab.Texts = lab.column("prompts")
+    static: PolicyRecord = lab.column("under static batching")
+    continuous: PolicyRecord = lab.column("under continuous batching")
 
     @property
     def both(self) -> dict[str, PolicyRecord]:
@@ -134,7 +119,7 @@ DEMO_POLICIES = {
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Serves the requests under both policies; if stopped, keeps finished requests."""
     model = load_text_model(config.model, max_length=config.max_length)
     progress.show("cutting prompts from files that the model has not seen")
@@ -164,18 +149,18 @@ def plot(axes: np.ndarray, result: Result) -> None:
     num_steps = max(1, *(len(served.num_rows) for served in result.both.values()))
     peaks = {}
     for ax, (name, served) in zip(bars, result.both.items(), strict=True):
-        draw_slots(
+        lab.draw_slots(
             ax, served.request_id, served.held, served.num_rows, num_steps=num_steps
         )
         kind = name.split()[0]
         steps = len(served.num_rows)
         rate = serving_metrics(served)["tokens_per_s"]
         title = f"{name.capitalize()}: {steps:,} steps, {rate or 0:,.0f} tokens/s"
-        set_labels(ax, title, "time [steps]", "slot [1]")
+        lab.set_labels(ax, title, "time [steps]", "slot [1]")
         edges = np.arange(steps + 1)
         reserved = served.used_pages * served.page_size
         peaks[kind] = int(reserved.max(initial=0))
-        color = system_style(kind).color
+        color = lab.system_style(kind).color
         look = {"color": color, "baseline": None, "linewidth": 1.4}
         held = served.used_places
         memory.stairs(reserved, edges, label=f"{kind}: reserved", linestyle=":", **look)
@@ -184,7 +169,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
         ax.xaxis.set_major_formatter("{x:,.0f}")
     title = "KV memory reserved, at most: "
     title += ", ".join(f"{peak:,} places {kind}" for kind, peak in peaks.items())
-    set_labels(memory, title, "time [steps]", "KV memory [token places]")
+    lab.set_labels(memory, title, "time [steps]", "KV memory [token places]")
     memory.set(xlim=(0, num_steps), ylim=(0, None))
     for axis in (memory.xaxis, memory.yaxis):
         axis.set_major_formatter("{x:,.0f}")
@@ -210,7 +195,7 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns a table of both policies, and some answers."""
     numbers = metrics(result)
     requests = numbers["requests"]
@@ -226,19 +211,21 @@ def summary(result: Result) -> list[ReportPart]:
         zip(DEMO_POLICIES, (numbers["static"], numbers["continuous"]), strict=True)
     )
     title = f"{requests} requests through {slots} slots, served twice"
-    (sheet,) = metric_sheets(columns)
-    shown = Excerpts("prompts and answers", _shown(result))
+    (sheet,) = lab.metric_sheets(columns)
+    shown = lab.Excerpts("prompts and answers", _shown(result))
     return [sheet._replace(title=title, note=note), *([shown] if shown.pairs else [])]
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares published numbers, if both policies finished all requests."""
     if (result.static.is_done & result.continuous.is_done).all():
         static, continuous = map(serving_metrics, result.both.values())
-        yield measured("speed_up", continuous["tokens_per_s"] / static["tokens_per_s"])
-        yield measured("reserved", static["kv_utilisation"])
-        yield measured("paged", continuous["kv_utilisation"])
+        yield lab.measured(
+            "speed_up", continuous["tokens_per_s"] / static["tokens_per_s"]
+        )
+        yield lab.measured("reserved", static["kv_utilisation"])
+        yield lab.measured("paged", continuous["kv_utilisation"])
 
 
 def _shown(result: Result) -> list[tuple[str, str]]:
@@ -326,3 +313,8 @@ def serving_metrics(served: PolicyRecord) -> dict[str, Any]:
         "duration_s": served.duration_s,
         "compile_s": served.compile_s,
     }
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(3, 1, 2.7)
+)

@@ -7,4 +7,4 @@ with workers that run one phase each, and compares both with the simulator.
 
 from experiments.serving.disaggregation import measurement, simulation
 
-STUDIES = (simulation, measurement)
+STUDIES = (simulation.STUDY, measurement.STUDY)

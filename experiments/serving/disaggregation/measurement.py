@@ -18,30 +18,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import RANDOM_SHAPES, cut_held_out_prompts
-from jaxkv import validation, workloads
+from jaxkv import workloads
 from jaxkv.disaggregation import RoutedAnswer, Service, WorkerSpec
 from jaxkv.files import model_folder
 from jaxkv.models import LoadedModel, ModelConfig, init_params, load_model, save_model
-from jaxkv.plotting import draw_curve, label_log_axis, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    format_seconds,
-)
 from jaxkv.sampling import Sampling
 from jaxkv.simulation import (
     Capacity,
@@ -60,50 +47,44 @@ from scaling.corpora import VOCAB_SIZE
 from scaling.costs import kv_bytes_per_token, linear_cost
 from scaling.shapes import describe_config
 
-CLAIMS = claims_file(__file__)
-PANELS = (2, 1)
-PANEL_SIZE_INCHES = (6.8, 3.2)
-SWITCH = ("shares_served", True)
+CLAIMS = lab.claims_file(__file__)
 PHASES = ("both phases", "either phase")
 NUM_WORKERS = 2
 BATCH_SIZES = (1, 2, 4, 8)
 """Batch sizes of the calibration."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """The requests and the workers."""
 
     model: str = "stdlib-bytes"
     """Model folder, bundled model, or one of `model_shapes.RANDOM_SHAPES`."""
     prompt_tokens: int = 448
-    output_tokens: int = 48
-    shares_served: tuple[float, ...] = (0.3, 0.5, 0.7)
+    output_tokens: Annotated[int, lab.Range(2)] = 48
+    shares_served: Annotated[tuple[float, ...], lab.Ascending(0)] = (0.3, 0.5, 0.7)
     """Request rates, over the highest rate of 2 combined workers."""
-    seconds: float = 20.0
+    seconds: Annotated[float, lab.Range(0, ends="()")] = 20.0
     """Seconds of arrivals at each rate."""
-    max_slots: int = 8
+    max_slots: Annotated[int, lab.Range(2)] = 8
     """Largest number of sequences that a worker runs at once."""
-    page_size: int = 16
+    page_size: lab.PositiveInt = 16
     token_budget: int = 128
     """Token budget of a step of workers that prefill."""
     decode_budget: int = 32
     """Token budget of a step of a decode worker, which prefills less than a page."""
     temperature: float = 1.0
-    repeats: int = 5
+    repeats: lab.PositiveInt = 5
     """Repetitions of each calibration."""
     seed: int = 0
     """Seed of arrivals, prompts and sampling."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "output_tokens", "max_slots", low=2)
-        validation.at_least(self, "repeats", "page_size")
+        super().__post_init__()
         min_budget = max(self.page_size, self.max_slots)
-        validation.at_least(self, "token_budget", "decode_budget", low=min_budget)
-        validation.at_least(self, "prompt_tokens", low=4 * self.page_size)
-        validation.ascending(self, "shares_served", low=0)
-        validation.above(self, "seconds", finite=True)
+        for name in ("token_budget", "decode_budget"):
+            lab.Range(min_budget).check(name, getattr(self, name))
+        lab.Range(4 * self.page_size).check("prompt_tokens", self.prompt_tokens)
 
     @property
     def ask(self) -> Sampling:
@@ -137,47 +118,66 @@ CONFIGS = {
 }
 
 
-class MeasuredLoads(ResultTable):
+class MeasuredLoads(lab.ResultTable):
     """Latencies of requests at a rate under one placement."""
 
-    way: Texts = column("phases of a worker")
-    rate: Floats = column("requests/s", form="{:.1f}")
-    requests: Ints = column("requests that arrived")
-    first_s: Floats = column("median time to first token", form=format_seconds)
-    first_p90_s: Floats = column("P90 time to first token", form=format_seconds)
-    between_s: Floats = column("median time between tokens", form=format_seconds)
-    between_p90_s: Floats = column("P90 time between tokens", form=format_seconds)
-    said_first_s: Floats = column(
-        "median time to first token, simulated", form=format_seconds
+    way: lab.Texts = lab.column("phases of a worker")
+    rate: lab.Floats = lab.column("requests/s", form="{:.1f}")
+    requests: lab.Ints = lab.column("requests that arrived")
+    first_s: lab.Floats = lab.column(
+        "median time to first token", form=lab.format_seconds
     )
-    said_between_s: Floats = column(
-        "median time between tokens, simulated", form=format_seconds
+    first_p90_s: lab.Floats = lab.column(
+        "P90 time to first token", form=lab.format_seconds
     )
-    sent_s: Floats = column(
+    between_s: lab.Floats = lab.column(
+        "median time between tokens", form=lab.format_seconds
+    )
+    between_p90_s: lab.Floats = lab.column(
+        "P90 time between tokens", form=lab.format_seconds
+    )
+    said_first_s: lab.Floats = lab.column(
+        "median time to first token, simulated", form=lab.format_seconds
+    )
+    said_between_s: lab.Floats = lab.column(
+        "median time between tokens, simulated", form=lab.format_seconds
+    )
+    sent_s: lab.Floats = lab.column(
         "median time to copy, send and write the pages",
-        form=format_seconds,
+        form=lab.format_seconds,
     )
 
 
-class CalibrationTimes(ResultTable):
+class CalibrationTimes(lab.ResultTable):
     """Calibrated times of one worker on an idle machine."""
 
-    what: Texts = column("timed operation")
-    size: Ints = column("tokens of the prompt, or batch size")
-    seconds: Floats = column(
-        "median: to the first token, or between tokens", form=format_seconds
+    what: lab.Texts = lab.column("timed operation")
+    size: lab.Ints = lab.column("tokens of the prompt, or batch size")
+    seconds: lab.Floats = lab.column(
+        "median: to the first token, or between tokens", form=lab.format_seconds
     )
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Latencies, costs and transfers."""
 
-    loads: MeasuredLoads = column("by rate and placement")
-    costs: CalibrationTimes = column("calibrated costs")
-    different: int = column("answers that differ between the placements")
-    answers: int = column("compared answers")
-    page_bytes: float = column("sent bytes per token")
-    formula_bytes: float = column("bytes of K and V per token by formula")
+    loads: MeasuredLoads = lab.column(
+        "by rate and placement",
+        heading="two workers, a core each",
+        note="{0.different} of {0.answers} answers differ between the placements. "
+        "Simulated: with costs calibrated on a single worker.",
+    )
+    costs: CalibrationTimes = lab.column(
+        "calibrated costs",
+        heading="calibrated: a single worker",
+        note="Bytes of a token in transferred pages: {0.page_bytes:,.0f} by the "
+        "workers, headers counted; {0.formula_bytes:,.0f} of keys and values, by the "
+        "formula.",
+    )
+    different: int = lab.column("differing answers", is_shown=False)
+    answers: int = lab.column("compared answers", is_shown=False)
+    page_bytes: float = lab.column("sent bytes per token", is_shown=False)
+    formula_bytes: float = lab.column("K and V per token by formula", is_shown=False)
 
 
 class OfferedLoad(NamedTuple):
@@ -194,7 +194,7 @@ class OfferedLoad(NamedTuple):
     prompts: list[list[int]]
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Calibrates, then serves every load both ways; if stopped, keeps finished ones."""
     with contextlib.ExitStack() as stack:
         if config.model in RANDOM_SHAPES:
@@ -401,36 +401,20 @@ def _simulated(
     return float(np.median(first)), float(np.median(between))
 
 
-def summary(result: Result) -> list[ReportPart]:
-    """Returns tables of measured and simulated latencies, and of the calibration."""
-    return [
-        result.loads.sheet(
-            "two workers, a core each",
-            note=f"{result.different} of {result.answers} answers differ between the "
-            "placements. Simulated: with costs calibrated on a single worker.",
-        ),
-        result.costs.sheet("calibrated: a single worker"),
-        Sheet(
-            "transferred pages",
-            ("", "bytes of a token"),
-            [
-                ("by the workers, headers counted", f"{result.page_bytes:,.0f}"),
-                ("keys and values, by the formula", f"{result.formula_bytes:,.0f}"),
-            ],
-        ),
-    ]
-
-
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares both placements with each other and with the simulator."""
-    yield measured("served_same", result.different, num=f"{result.answers:,}")
-    yield measured("served_bytes", result.page_bytes, published=result.formula_bytes)
+    yield lab.measured("served_same", result.different, num=f"{result.answers:,}")
+    yield lab.measured(
+        "served_bytes", result.page_bytes, published=result.formula_bytes
+    )
     for row in result.loads.rows():
         words: dict[str, Any] = {"way": row["way"], "rate": f"{row['rate']:.1f}"}
         for id, name in (("served_first", "first_s"), ("served_between", "between_s")):
             simulated = row[f"said_{name}"]
-            yield measured(id, row[name], published=simulated, differs=True, **words)
+            yield lab.measured(
+                id, row[name], published=simulated, differs=True, **words
+            )
 
 
 SYSTEMS = dict(zip(PHASES, ("both phases", "split"), strict=True))
@@ -452,7 +436,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
                 f"{phases}, simulated": (unit * getattr(subset, f"said_{name}_s"), ":"),
             }
             for label, (values, line) in curves.items():
-                draw_curve(ax, subset.rate, values, system, label, linestyle=line)
+                lab.draw_curve(ax, subset.rate, values, system, label, linestyle=line)
             if len(subset):
                 last[phases] = float(curves[f"{phases}, 90 %"][0][-1])
         title = f"Times of the {words} by rate"
@@ -465,12 +449,23 @@ def plot(axes: np.ndarray, result: Result) -> None:
         scale = "log" if name == "first" else "linear"
         y = f"{'time to the' if name == 'first' else 'time'} {words} "
         y += "[s]" if unit == 1 else "[ms]"
-        set_labels(ax, title, "load [requests/s]", y, yscale=scale)
+        lab.set_labels(ax, title, "load [requests/s]", y, yscale=scale)
         if name == "first":
-            label_log_axis(ax.yaxis)
+            lab.label_log_axis(ax.yaxis)
         else:
             ax.set_ylim(bottom=0)
         ax.set_xticks(result.loads.distinct("rate"))
         ax.xaxis.set_major_formatter("{x:.2g}")
         if last:
             ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    panels=lab.Panels(2, 1),
+    switch=("shares_served", True),
+)

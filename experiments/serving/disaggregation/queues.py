@@ -6,14 +6,11 @@ K. A pipeline of 2 stages takes D / 2 per stage; its second stage never queues, 
 prompts leave the first at intervals of at least D / 2.
 """
 
-from typing import Any
-
 import numpy as np
 
+from experiments import lab
 from experiments.serving.disaggregation.settings import Config
 from jaxkv import scheduling, simulation
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column, field_values, to_rows
 from jaxkv.simulation import Capacity, SimulationMember
 from jaxkv.workloads import make_workload, md1_waiting_s, poisson
 from scaling.costs import linear_cost
@@ -30,28 +27,28 @@ WARM_UP = 1 / 16
 """Share of the requests at the start that are discarded."""
 
 
-class QueueTimes(ResultRecord):
+class QueueTimes(lab.ResultRecord):
     """Time to first token by machine and load; `rate` is `[loads]`."""
 
-    rate: np.ndarray = column("requests/s: [loads]")
-    formula_s: np.ndarray = column("mean time to first token by formula")
-    simulated_s: np.ndarray = column("mean time to first token, simulated")
-    waiting_s: np.ndarray = column("waiting time within formula_s")
-    error_s: np.ndarray = column("standard error of simulated_s over seeds")
+    rate: np.ndarray = lab.column("requests/s: [loads]")
+    formula_s: np.ndarray = lab.column("mean time to first token by formula")
+    simulated_s: np.ndarray = lab.column("mean time to first token, simulated")
+    waiting_s: np.ndarray = lab.column("waiting time within formula_s")
+    error_s: np.ndarray = lab.column("standard error of simulated_s over seeds")
 
     @property
     def off(self) -> np.ndarray:
         """Simulated less formula, over the waiting time."""
         return (self.simulated_s - self.formula_s) / self.waiting_s
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[lab.Row]:
         """Returns a row per machine and load."""
-        rate, *values = field_values(self).values()
+        rate, *values = lab.field_values(self).values()
         machines = np.repeat(MACHINE_NAMES, len(rate))
         rates = np.tile(rate, len(MACHINE_NAMES))
         names = ("machine", "rate_per_s", *[*self.columns()][1:])
         columns = (machines, rates, *(x.ravel() for x in values))
-        return to_rows(dict(zip(names, columns, strict=True)))
+        return lab.to_rows(dict(zip(names, columns, strict=True)))
 
 
 def formula_s(machine: str, rate: float) -> float:
@@ -76,7 +73,7 @@ def formula_s(machine: str, rate: float) -> float:
     return d + md1_waiting_s(r, d)
 
 
-def simulate_queues(config: Config, progress: Progress = QUIET) -> QueueTimes:
+def simulate_queues(config: Config, progress: lab.Progress = lab.QUIET) -> QueueTimes:
     """Simulates every machine under every load."""
     loads = config.queue_loads
     num = config.queue_requests
@@ -110,7 +107,7 @@ def simulate_queues(config: Config, progress: Progress = QUIET) -> QueueTimes:
     )
 
 
-def _serve(came: np.ndarray, service_s: float, progress: Progress) -> np.ndarray:
+def _serve(came: np.ndarray, service_s: float, progress: lab.Progress) -> np.ndarray:
     """Returns the end of prefill of every request of every member."""
     one = np.ones(came.shape[1], np.int32)
     members = [

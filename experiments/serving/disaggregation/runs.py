@@ -4,11 +4,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from experiments import lab
 from experiments.serving.disaggregation import settings
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
 from jaxkv import workloads
-from jaxkv.progress import Progress
-from jaxkv.report import Floats, Ints, ResultTable, Texts, column
 from jaxkv.simulation import (
     Job,
     PhasePlacement,
@@ -31,44 +30,50 @@ type Placement = tuple[str, int, int, int, int, float]
 """Role, tensor-parallel degrees, replicas and link, as in `PlacementLoads`."""
 
 
-class PlacementLoads(ResultTable):
+class PlacementLoads(lab.ResultTable):
     """Latencies and objectives met under simulated loads."""
 
-    name: Texts = column("application")
-    role: Texts = column("both, prefill or decode: one replica; split: several of each")
-    prefill_ways: Ints = column("GPUs of a prefill or combined replica; 0 if none")
-    decode_ways: Ints = column("GPUs of a decode replica; 0 if none")
-    num_prefill: Ints = column("prefill or combined replicas")
-    num_decode: Ints = column("decode replicas")
-    link: Floats = column("link bandwidth in bytes/s; 0 without transfers")
-    rate: Floats = column("requests/s")
-    rate_per_card: Floats = column("requests/s per GPU")
-    ttft_s: Floats = column("P90 time to first token; infinite if unanswered")
-    tpot_s: Floats = column("P90 time per output token; infinite if unanswered")
-    attained: Floats = column("share of requests that meet both objectives")
-    attained_first: Floats = column("share that meets the objective of ttft_s")
-    attained_gap: Floats = column("share that meets the objective of tpot_s")
-    transfer_s: Floats = column("P95 transfer time")
-    quick_share: Floats = column("share of transfers of at most 30 ms")
-    preempted: Ints = column("preemptions")
+    name: lab.Texts = lab.column("application")
+    role: lab.Texts = lab.column(
+        "both, prefill or decode: one replica; split: several of each"
+    )
+    prefill_ways: lab.Ints = lab.column(
+        "GPUs of a prefill or combined replica; 0 if none"
+    )
+    decode_ways: lab.Ints = lab.column("GPUs of a decode replica; 0 if none")
+    num_prefill: lab.Ints = lab.column("prefill or combined replicas")
+    num_decode: lab.Ints = lab.column("decode replicas")
+    link: lab.Floats = lab.column("link bandwidth in bytes/s; 0 without transfers")
+    rate: lab.Floats = lab.column("requests/s")
+    rate_per_card: lab.Floats = lab.column("requests/s per GPU")
+    ttft_s: lab.Floats = lab.column("P90 time to first token; infinite if unanswered")
+    tpot_s: lab.Floats = lab.column("P90 time per output token; infinite if unanswered")
+    attained: lab.Floats = lab.column("share of requests that meet both objectives")
+    attained_first: lab.Floats = lab.column("share that meets the objective of ttft_s")
+    attained_gap: lab.Floats = lab.column("share that meets the objective of tpot_s")
+    transfer_s: lab.Floats = lab.column("P95 transfer time")
+    quick_share: lab.Floats = lab.column("share of transfers of at most 30 ms")
+    preempted: lab.Ints = lab.column("preemptions")
 
 
-class Goodputs(ResultTable):
+class Goodputs(lab.ResultTable):
     """Goodput per GPU of applications, combined and split."""
 
-    name: Texts = column("application", heading="application")
-    together_per_card_per_s: Floats = column("combined", heading="together")
-    split_per_card_per_s: Floats = column("NaN without a placement", heading="split")
-    placement: Texts = column("placement of the split phases")
+    name: lab.Texts = lab.column("application", heading="application")
+    together_per_card_per_s: lab.Floats = lab.column("combined", heading="together")
+    split_per_card_per_s: lab.Floats = lab.column(
+        "NaN without a placement", heading="split"
+    )
+    placement: lab.Texts = lab.column("placement of the split phases")
 
 
-class PhaseGoodputs(ResultTable):
+class PhaseGoodputs(lab.ResultTable):
     """Goodput per GPU of single-phase replicas."""
 
-    name: Texts = column("application", heading="application")
-    role: Texts = column("prefill or decode", heading="phase")
-    ways: Ints = column("GPUs of a replica", heading="GPUs")
-    rate_per_s: Floats = column("per GPU", heading="requests/s for each GPU")
+    name: lab.Texts = lab.column("application", heading="application")
+    role: lab.Texts = lab.column("prefill or decode", heading="phase")
+    ways: lab.Ints = lab.column("GPUs of a replica", heading="GPUs")
+    rate_per_s: lab.Floats = lab.column("per GPU", heading="requests/s for each GPU")
 
 
 def judge_load(
@@ -107,7 +112,7 @@ def judge_load(
 def serve_single_replicas(
     cases: Sequence[tuple[str, ReplicaRole, Instance, float]],
     config: Config,
-    progress: Progress,
+    progress: lab.Progress,
 ) -> PlacementLoads:
     """Simulates loads on single replicas.
 
@@ -137,7 +142,7 @@ def serve_single_replicas(
 def serve_split_replicas(
     cases: Sequence[tuple[str, PhasePlacement, float]],
     config: Config,
-    progress: Progress,
+    progress: lab.Progress,
 ) -> PlacementLoads:
     """Serves loads by split replicas; see `serve_single_replicas` for the arguments."""
     served = simulate_placements(

@@ -3,10 +3,9 @@
 Source: Zhong et al. 2024, arXiv:2401.09670, sections 2, 3.1 and 6.1, table 1, figure 1.
 """
 
-import dataclasses
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from jaxkv import validation
+from experiments import lab
 from jaxkv.simulation import Capacity, Replica
 from jaxkv.workloads import Fixed, Gamma, Objectives, Pair
 from scaling import shapes
@@ -154,33 +153,29 @@ KNOWN = APPLICATIONS | {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+Loads = Annotated[lab.PositiveFloats, lab.Ascending(minimum=2)]
+
+
+class Config(lab.ConfigRecord):
     """Extent of the simulation."""
 
-    applications: tuple[str, ...] = tuple(APPLICATIONS)
+    applications: Annotated[tuple[str, ...], lab.Choices(APPLICATIONS)] = tuple(
+        APPLICATIONS
+    )
     """Names in `APPLICATIONS`."""
-    shares: tuple[float, ...] = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1)
+    shares: Loads = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1)
     """Rates of the goodput search, as shares of `search_limits`; ascending."""
-    links: tuple[float, ...] = (2e9, 4e9, 6e9, 8e9, 12e9, 25e9)
+    links: lab.PositiveFloats = (2e9, 4e9, 6e9, 8e9, 12e9, 25e9)
     """Link bandwidths to simulate in bytes/s from GPU to GPU."""
-    seconds: float = 300.0
+    seconds: lab.PositiveFloat = 300.0
     """Simulated seconds of each load."""
-    queue_loads: tuple[float, ...] = (0.2, 0.4, 0.6, 0.75)
+    queue_loads: Annotated[
+        tuple[float, ...], lab.Ascending(strictly=False), lab.Range(0, 1, "()")
+    ] = (0.2, 0.4, 0.6, 0.75)
     """Utilisations of the queue study, below 1."""
-    queue_requests: int = 16000
+    queue_requests: Annotated[int, lab.Range(2)] = 16000
     """Requests of each seed."""
-    queue_seeds: int = 384
+    queue_seeds: Annotated[int, lab.Range(2)] = 384
     """Seeds of each load."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of lengths and arrivals."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.among(self, "applications", allowed_values=APPLICATIONS)
-        validation.above(self, "shares", "links", "seconds")
-        validation.ascending(self, "shares", minimum=2)
-        validation.ascending(self, "queue_loads", strictly=False)
-        validation.within(self, "queue_loads", low=0, high=1, ends="()")
-        validation.at_least(self, "queue_requests", "queue_seeds", low=2)
-        validation.at_least(self, "seed", low=0)

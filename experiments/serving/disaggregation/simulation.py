@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.serving.disaggregation import queues, runs, settings
 from experiments.serving.disaggregation.queues import (
     MACHINE_NAMES,
@@ -20,19 +20,6 @@ from experiments.serving.disaggregation.queues import (
 )
 from experiments.serving.disaggregation.runs import Goodputs, PlacementLoads
 from experiments.serving.disaggregation.settings import EXAMPLE, KNOWN, Config, Instance
-from jaxkv import report
-from jaxkv.plotting import (
-    BLACK,
-    GREEN,
-    ORANGE,
-    draw_curve,
-    draw_reference_line,
-    label_log_axis,
-    set_labels,
-    system_style,
-)
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, column, computed_column, row_sheet
 from jaxkv.simulation import PhasePlacement, ReplicaRole
 
 if TYPE_CHECKING:
@@ -53,22 +40,22 @@ CONFIGS = {
 }
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Simulated placements and queues."""
 
-    alone: PlacementLoads = column("single replicas of each role")
-    split: PlacementLoads = column("prefill and decode replicas with transfers")
-    links: PlacementLoads = column("the example with slower links")
-    queues: QueueTimes = column("prefill queues of 1 or 2 devices")
+    alone: PlacementLoads = lab.column("single replicas of each role")
+    split: PlacementLoads = lab.column("prefill and decode replicas with transfers")
+    links: PlacementLoads = lab.column("the example with slower links")
+    queues: QueueTimes = lab.column("prefill queues of 1 or 2 devices")
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def goodput(self) -> Goodputs:
         """Goodput of each application; the paper's example is first."""
         return runs.application_goodputs(self.alone, self.split)
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Simulates all parts."""
     cases: list[tuple[str, ReplicaRole, Instance, float]] = []
     for name in (EXAMPLE, *config.applications):
@@ -116,27 +103,27 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     )
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Judges the simulated parts."""
     goodput = result.goodput
     line = result.queues
     together = goodput.together_per_card_per_s[0]
     split = goodput.split_per_card_per_s[0]
     reads, decodes = runs.phase_goodputs(result.alone).rate_per_s[:2]
-    yield measured("example", together, quantity="both phases on one GPU")
-    yield measured("example", reads, quantity="prefill on one GPU")
-    yield measured("example", decodes, quantity="decode on one GPU")
+    yield lab.measured("example", together, quantity="both phases on one GPU")
+    yield lab.measured("example", reads, quantity="prefill on one GPU")
+    yield lab.measured("example", decodes, quantity="decode on one GPU")
     coupled = "two GPUs that read and one that decodes, for each GPU"
-    yield measured("example", split, quantity=coupled)
-    yield measured("more", split / together if together > 0 else math.nan)
+    yield lab.measured("example", split, quantity=coupled)
+    yield lab.measured("more", split / together if together > 0 else math.nan)
     for row in goodput.at(slice(1, None)).rows():
         together = row["together_per_card_per_s"]
         split_rate = row["split_per_card_per_s"]
         if math.isnan(split_rate):
             continue
         (low, high), where = KNOWN[row["name"]].ratio, KNOWN[row["name"]].where
-        yield measured(
+        yield lab.measured(
             "application" if low == high else "span",
             split_rate / together if together > 0 else math.nan,
             published=low if low == high else (low, high),
@@ -147,13 +134,13 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             f"{row['placement']}",
         )
     size = 512 * settings.kv_bytes("opt-66b") / 2**30
-    yield measured("kv", size)
-    yield measured("need", 10 * size)
+    yield lab.measured("kv", size)
+    yield lab.measured("need", 10 * size)
     chat = result.split.where(name="chat, 66B")
     if len(chat):
         quick = float(chat.quick_share.min())
         slowest_s = float(chat.transfer_s.max())
-        yield measured(
+        yield lab.measured(
             "transfers", quick, link=settings.LINK / 1e9, most=1000 * slowest_s
         )
     off = abs(line.off).max(1)
@@ -161,17 +148,17 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     words: dict[str, Any] = {"low": line.rate.min(), "high": line.rate.max()}
     words["service"] = SERVICE_S
     for machine, max_off, error in zip(MACHINE_NAMES, off, error_shares, strict=True):
-        yield measured(
+        yield lab.measured(
             "queue", 100 * max_off, machine=machine, error=100 * error, **words
         )
 
 
 def metrics(result: Result) -> dict[str, object]:
     """Returns every load, the goodputs and the queues."""
-    return report.metrics(result) | {"queues": result.queues.rows()}
+    return lab.metrics(result) | {"queues": result.queues.rows()}
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of placements, and of queues against formulas."""
     heading = "requests/s for each GPU"
     links = [
@@ -191,7 +178,7 @@ def summary(result: Result) -> list[ReportPart]:
             "as in figure 1.",
         ),
         runs.phase_goodputs(result.alone).sheet("single-phase replicas"),
-        row_sheet(
+        lab.row_sheet(
             "the example over slower links",
             links,
             {
@@ -201,7 +188,7 @@ def summary(result: Result) -> list[ReportPart]:
             },
             "Transfers from one machine are serialized.",
         ),
-        row_sheet(
+        lab.row_sheet(
             "queues of prompts",
             [row | {"off_share": off} for row, off in waits],
             {
@@ -252,14 +239,14 @@ def _draw_tail(
         values = getattr(loads, field)
         name = ROLE_NAMES[loads.role[0]]
         values = np.where(np.isfinite(values), values, np.nan)
-        draw_curve(ax, loads.rate_per_card, values, name, name)
+        lab.draw_curve(ax, loads.rate_per_card, values, name, name)
         sustained[name] = float(loads.rate_per_card[values <= goal].max(initial=0.0))
-    draw_reference_line(ax, goal, "objective")
+    lab.draw_reference_line(ax, goal, "objective")
     title = f"{label.partition(' [')[0].capitalize()}, 90 %"
     if sustained:
         best_name = max(sustained, key=lambda name: sustained[name])
         title += f": {best_name} has most load within the objective"
-    set_labels(ax, title, RATE_LABEL, label, ylim=(0, 3 * goal))
+    lab.set_labels(ax, title, RATE_LABEL, label, ylim=(0, 3 * goal))
     ax.set_xlim(left=0)
     ax.legend()
 
@@ -270,8 +257,8 @@ def _draw_attained(
     for loads in filter(len, lines):
         name = ROLE_NAMES[loads.role[0]]
         x = loads.rate_per_card
-        draw_curve(ax, x, 100 * loads.attained, name, name)
-    draw_reference_line(
+        lab.draw_curve(ax, x, 100 * loads.attained, name, name)
+    lab.draw_reference_line(
         ax, ATTAINMENT_PERCENT, f"{ATTAINMENT_PERCENT} % of the requests"
     )
     title = "Requests that keep both objectives"
@@ -281,7 +268,7 @@ def _draw_attained(
         )
         title += f"together, {goodput['split_per_card_per_s']:.2g} split"
     y = "objectives kept [%]"
-    set_labels(ax, title, RATE_LABEL, y, ylim=(0, 104))
+    lab.set_labels(ax, title, RATE_LABEL, y, ylim=(0, 104))
     ax.set_xlim(left=0)
     ax.legend()
 
@@ -290,7 +277,7 @@ ATTAINMENT_PERCENT = 90
 """Percentage of requests that must meet the objectives."""
 
 
-def _draw_goodput(ax: "Axes", rows: list[dict[str, Any]]) -> None:
+def _draw_goodput(ax: "Axes", rows: list[lab.Row]) -> None:
     gains = []
     for i, row in enumerate(rows):
         together = row["together_per_card_per_s"]
@@ -303,13 +290,13 @@ def _draw_goodput(ax: "Axes", rows: list[dict[str, Any]]) -> None:
                 value / base,
                 0.38,
                 label=None if i else name,
-                **system_style(name).bar,
+                **lab.system_style(name).bar,
             )
         published = {*KNOWN[row["name"]].ratio}
         look = {"linestyle": "", "markersize": 6, "markeredgecolor": "white"}
         label = "" if i else "published gain of splitting"
         x = [i + 0.2] * len(published)
-        draw_curve(ax, x, sorted(published), "published", label, **look)
+        lab.draw_curve(ax, x, sorted(published), "published", label, **look)
         gains.append(split / base)
     names = [
         row["name"].replace(", ", "\n").replace("summaries", "sum-\nmaries")
@@ -321,7 +308,7 @@ def _draw_goodput(ax: "Axes", rows: list[dict[str, Any]]) -> None:
         title = f"Splitting gains {np.nanmin(gains):.1f} to {np.nanmax(gains):.1f} "
         title += "times the goodput"
         ax.legend()
-    set_labels(ax, title, "", "goodput / together [ratio]")
+    lab.set_labels(ax, title, "", "goodput / together [ratio]")
 
 
 def _draw_links(ax: "Axes", links: PlacementLoads, split: PlacementLoads) -> None:
@@ -331,19 +318,19 @@ def _draw_links(ax: "Axes", links: PlacementLoads, split: PlacementLoads) -> Non
     }
     if len(split):
         speeds[settings.LINK / 1e9] = runs.goodput_per_objective(split)
-    draw_curve(ax, [*speeds], [*speeds.values()], "split")
+    lab.draw_curve(ax, [*speeds], [*speeds.values()], "split")
     title = "Goodput by the speed of the link"
     if speeds:
         best = max(speeds.values())
         enough = min(x for x, y in speeds.items() if y >= 0.95 * best)
         title = f"A link of {enough:.0f} GB/s gives 95 % of the goodput"
     y = "goodput [requests/s]"
-    set_labels(ax, title, "GPU to GPU [GB/s]", y, xscale="log")
-    label_log_axis(ax.xaxis)
+    lab.set_labels(ax, title, "GPU to GPU [GB/s]", y, xscale="log")
+    lab.label_log_axis(ax.xaxis)
     ax.set_ylim(bottom=0)
 
 
-MACHINE_COLORS = (BLACK, ORANGE, GREEN)
+MACHINE_COLORS = (lab.BLACK, lab.ORANGE, lab.GREEN)
 
 
 def _draw_queues(ax: "Axes", queue_times: QueueTimes) -> None:
@@ -353,9 +340,9 @@ def _draw_queues(ax: "Axes", queue_times: QueueTimes) -> None:
     for i, (machine, speed_up, color, marker) in enumerate(machines):
         rates = np.linspace(0.01, 0.93, 200) * speed_up / SERVICE_S
         exact = [queues.formula_s(machine, rate) for rate in rates]
-        draw_curve(ax, rates, exact, color, marker="", linewidth=1)
+        lab.draw_curve(ax, rates, exact, color, marker="", linewidth=1)
         look = {"marker": marker, "linestyle": ""}
-        draw_curve(
+        lab.draw_curve(
             ax, queue_times.rate, queue_times.simulated_s[i], color, machine, **look
         )
         reference = np.array(
@@ -365,5 +352,10 @@ def _draw_queues(ax: "Axes", queue_times: QueueTimes) -> None:
     title = f"Simulated queues (points) are within {100 * np.nanmax(off):.1f} % "
     title += "of the M/D/1 formula"
     seconds = "mean first token [s]"
-    set_labels(ax, title, "load [requests/s]", seconds, ylim=(0, 0.45))
+    lab.set_labels(ax, title, "load [requests/s]", seconds, ylim=(0, 0.45))
     ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(3, 2)
+)

@@ -12,10 +12,9 @@ and has one unit of work per head. It gains from splitting the keys over the cor
 GPU instead.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,44 +22,38 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import median_seconds
-from jaxkv import validation
-from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, column, to_rows
 from pallas_kernels import devices
 from pallas_kernels.flash_attention import QUERY_TILE, flash_attention
 from pallas_kernels.paged_attention import PagedKV, RowView, paged_attention
 
+Lengths = Annotated[tuple[int, ...], lab.Ascending(1, minimum=2)]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+
+class Config(lab.ConfigRecord):
     """Shapes to attend over."""
 
-    lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    lengths: Lengths = (256, 512, 1024, 2048, 4096)
     """Sequence lengths in tokens, all of them queries; ascending."""
-    contexts: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    contexts: Lengths = (512, 1024, 2048, 4096, 8192)
     """Context lengths in tokens of a single query, ascending."""
-    num_q_heads: int = 8
+    num_q_heads: lab.PositiveInt = 8
     """Query heads."""
-    num_kv_heads: int = 2
+    num_kv_heads: lab.PositiveInt = 2
     """Key and value heads."""
-    head_dim: int = 64
+    head_dim: lab.PositiveInt = 64
     """Elements of a head."""
-    page_size: int = 16
+    page_size: lab.PositiveInt = 16
     """Token places in a page, for the single query."""
-    repeats: int = 7
+    repeats: lab.PositiveInt = 7
     """Timings of each, interleaved."""
     seed: int = 0
     """Seed of queries, keys and values."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.ascending(self, "lengths", "contexts", low=1, minimum=2)
-        validation.at_least(
-            self, "num_q_heads", "num_kv_heads", "head_dim", "page_size", "repeats"
-        )
+        super().__post_init__()
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads!r} must be a multiple of "
@@ -68,41 +61,40 @@ class Config:
             )
 
 
-PANELS = (3, 1)
-PANEL_SIZE_INCHES = (6.8, 2.9)
-
 CONFIGS = {
     "smoke": Config(lengths=(64, 128, 256), contexts=(64, 256), head_dim=16, repeats=2),
     "real": Config(),
 }
 
 
-class AttentionTimes(ResultTable):
+class AttentionTimes(lab.ResultTable):
     """Times, memory and errors of one implementation by length."""
 
-    forward_s: Floats = column("output")
-    gradient_s: Floats = column("output and gradient")
-    temporary_bytes: Floats = column(
+    forward_s: lab.Floats = lab.column("output")
+    gradient_s: lab.Floats = lab.column("output and gradient")
+    temporary_bytes: lab.Floats = lab.column(
         "temporary memory of the gradient's program, arguments and results excluded"
     )
-    error: Floats = column("largest error from float64, of output and gradients")
+    error: lab.Floats = lab.column(
+        "largest error from float64, of output and gradients"
+    )
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Measurements by length and by context."""
 
-    length: Ints = column("tokens: [lengths]")
-    plain: AttentionTimes = column("plain attention")
-    flash: AttentionTimes = column("tiled attention")
-    context: Ints = column("tokens that one query attends to: [contexts]")
-    one_plain_s: Floats = column("one query, plain: [contexts]")
-    one_flash_s: Floats = column("one query, tiled: [contexts]")
-    one_paged_s: Floats = column("one query, paged: [contexts]")
-    num_q_heads: int = column("query heads")
-    num_kv_heads: int = column("key and value heads")
+    length: lab.Ints = lab.column("tokens: [lengths]")
+    plain: AttentionTimes = lab.column("plain attention")
+    flash: AttentionTimes = lab.column("tiled attention")
+    context: lab.Ints = lab.column("tokens that one query attends to: [contexts]")
+    one_plain_s: lab.Floats = lab.column("one query, plain: [contexts]")
+    one_flash_s: lab.Floats = lab.column("one query, tiled: [contexts]")
+    one_paged_s: lab.Floats = lab.column("one query, paged: [contexts]")
+    num_q_heads: int = lab.column("query heads")
+    num_kv_heads: int = lab.column("key and value heads")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Measures every length, then every context; if stopped, keeps finished ones."""
     ways = [
         _at_length(length, config)
@@ -238,22 +230,22 @@ def metrics(result: Result) -> dict[str, object]:
         "pieces of work, keys whole": np.full(len(result.context), heads),
         "pieces of work, keys split": np.minimum(devices.NUM_CORES, pieces),
     }
-    return {"all queries": to_rows(queries), "one query": to_rows(one)}
+    return {"all queries": lab.to_rows(queries), "one query": lab.to_rows(one)}
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares the published scaling with the measurements."""
     flash = result.flash
     plain = result.plain
     ratio = plain.gradient_s / flash.gradient_s
     one = result.one_flash_s / result.one_paged_s
     worst = np.max(flash.error / plain.error, initial=0)
-    yield measured("memory_of_tiles", _slope(result.length, flash.temporary_bytes))
-    yield measured("memory_of_plain", _slope(result.length, plain.temporary_bytes))
-    yield measured("exact", float(worst))
-    yield measured("training", float(ratio[-1]) if len(ratio) else float("nan"))
-    yield measured("one_query", float(one[-1]) if len(one) else float("nan"))
+    yield lab.measured("memory_of_tiles", _slope(result.length, flash.temporary_bytes))
+    yield lab.measured("memory_of_plain", _slope(result.length, plain.temporary_bytes))
+    yield lab.measured("exact", float(worst))
+    yield lab.measured("training", float(ratio[-1]) if len(ratio) else float("nan"))
+    yield lab.measured("one_query", float(one[-1]) if len(one) else float("nan"))
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> float:
@@ -273,9 +265,9 @@ def plot(axes: np.ndarray, result: Result) -> None:
     ):
         if timings is not None:
             mega = timings.temporary_bytes / 1e6
-            draw_curve(seconds, result.length, timings.gradient_s * 1e3, name, name)
-            draw_curve(memory, result.length, mega, name, name)
-        draw_curve(one, result.context, one_s * 1e3, name, name)
+            lab.draw_curve(seconds, result.length, timings.gradient_s * 1e3, name, name)
+            lab.draw_curve(memory, result.length, mega, name, name)
+        lab.draw_curve(one, result.context, one_s * 1e3, name, name)
     titles = ["All queries: time with the gradient", "All queries: memory"]
     titles.append("One query, as in decoding")
     if len(result.length) and len(result.context):
@@ -296,7 +288,12 @@ def plot(axes: np.ndarray, result: Result) -> None:
         (memory, titles[1], "length [tokens]", "memory [MB]"),
         (one, titles[2], "context [tokens]", "time [ms]"),
     ):
-        use_powers_of_two(ax)
-        set_labels(ax, title, x, y, yscale="log")
-        label_log_axis(ax.yaxis)
+        lab.use_powers_of_two(ax)
+        lab.set_labels(ax, title, x, y, yscale="log")
+        lab.label_log_axis(ax.yaxis)
         ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, metrics=metrics, panels=lab.Panels(3, 1, 2.9)
+)

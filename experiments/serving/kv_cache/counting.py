@@ -6,12 +6,12 @@ are polynomials in t, for a token and, summed, for a text.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxkv.report import ResultRecord, column, to_rows
+from experiments import lab
 from scaling import costs
 from scaling.costs import FlopTerm, decode_terms, forward_terms
 from scaling.shapes import ModelShape
@@ -41,23 +41,23 @@ FLOP_COLUMNS = ("without_flops", "with_flops", "text_without_flops", "text_with_
 """Keys in metrics, for a token and for a text."""
 
 
-class FlopCounts(ResultRecord):
+class FlopCounts(lab.ResultRecord):
     """FLOPs by length, without a cache and with one."""
 
-    name: str = column("model")
-    length: Int[np.ndarray, " lengths"] = column("tokens")
-    token_flops: Float[np.ndarray, "2 lengths"] = column("of the next token")
-    total_flops: Float[np.ndarray, "2 lengths"] = column("of all tokens up to it")
-    attention_flops: Float[np.ndarray, "2 lengths"] = column(
+    name: str = lab.column("model")
+    length: Int[np.ndarray, " lengths"] = lab.column("tokens")
+    token_flops: Float[np.ndarray, "2 lengths"] = lab.column("of the next token")
+    total_flops: Float[np.ndarray, "2 lengths"] = lab.column("of all tokens up to it")
+    attention_flops: Float[np.ndarray, "2 lengths"] = lab.column(
         "part of the total for attention scores and values"
     )
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[lab.Row]:
         """Returns a row per length, for JSON."""
         totals = self.total_flops
         columns = zip(FLOP_COLUMNS, (*self.token_flops, *totals), strict=True)
         ratio = {"text_ratio": totals[0] / totals[1]}
-        return to_rows({"tokens": self.length} | dict(columns) | ratio)
+        return lab.to_rows({"tokens": self.length} | dict(columns) | ratio)
 
 
 def without_cache(model: ModelShape) -> PolynomialPair:

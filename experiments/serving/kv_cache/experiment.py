@@ -14,33 +14,21 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import make_benchmark_config, time_call
 from experiments.serving.kv_cache import counting
 from experiments.serving.kv_cache.counting import FLOP_COLUMNS, FlopCounts
-from jaxkv import decoding, validation
+from jaxkv import decoding
 from jaxkv.files import model_folder
 from jaxkv.models import LoadedModel, PagedForward, Params, load_model, make_model_pages
 from jaxkv.models import logits as model_logits
-from jaxkv.plotting import draw_curve, label_log_axis, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    ReportPart,
-    ResultRecord,
-    Sheet,
-    column,
-    format_flops,
-    format_number,
-    metric_sheets,
-    to_rows,
-)
 from scaling import shapes
 from scaling.shapes import load_shape
 
@@ -51,31 +39,26 @@ CACHE_METHODS = ("without a cache", "with a cache")
 PAGE_SIZE = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+Lengths = Annotated[tuple[int, ...], lab.Ascending(2, minimum=2)]
+
+
+class Config(lab.ConfigRecord):
     """The models and the lengths."""
 
     model: str = "stdlib-bytes"
     """Measured and counted model: a folder or a bundled model."""
-    lengths: tuple[int, ...] = (16, 32, 64, 128, 200, 256, 512, 1024)
+    lengths: Lengths = (16, 32, 64, 128, 200, 256, 512, 1024)
     """Lengths in tokens at which the next token is timed; ascending, from 2."""
     counted: str = "llama-2-7b"
     """Another counted model, by its name in `jaxkv cost`."""
-    counted_lengths: tuple[int, ...] = tuple(2**k for k in range(4, 21))
+    counted_lengths: Annotated[tuple[int, ...], lab.Ascending(1, minimum=2)] = tuple(
+        2**k for k in range(4, 21)
+    )
     """Lengths in tokens at which FLOPs are counted; ascending, from 1."""
-    repeats: int = 20
+    repeats: lab.PositiveInt = 20
     """Texts generated with the cache, and calls at each length without; the fastest
     counts."""
 
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.ascending(self, "lengths", low=2, minimum=2)
-        validation.ascending(self, "counted_lengths", low=1, minimum=2)
-        validation.at_least(self, "repeats")
-
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(lengths=(4, 8), counted_lengths=(64, 2**18, 2**20), repeats=2),
@@ -83,14 +66,14 @@ CONFIGS = {
 }
 
 
-class TokenTimes(ResultRecord):
+class TokenTimes(lab.ResultRecord):
     """Seconds of generating one token greedily."""
 
-    length: Int[np.ndarray, " lengths"] = column("tokens of the prefix")
-    without_s: Float[np.ndarray, " lengths"] = column("forward pass of the prefix")
-    with_s: Float[np.ndarray, " lengths"] = column("forward pass of the last token")
-    is_same: Bool[np.ndarray, " lengths"] = column("True if both tokens are equal")
-    every_with_s: Float[np.ndarray, " tokens"] = column(
+    length: Int[np.ndarray, " lengths"] = lab.column("tokens of the prefix")
+    without_s: Float[np.ndarray, " lengths"] = lab.column("forward pass of the prefix")
+    with_s: Float[np.ndarray, " lengths"] = lab.column("forward pass of the last token")
+    is_same: Bool[np.ndarray, " lengths"] = lab.column("True if both tokens are equal")
+    every_with_s: Float[np.ndarray, " tokens"] = lab.column(
         "with the cache, by prefix length 1, 2, ..."
     )
 
@@ -107,10 +90,10 @@ class TokenTimes(ResultRecord):
         both = np.exp(between), self.every_with_s[: n.size]
         return np.stack([np.cumsum(x)[self.length - 1] for x in both])
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[lab.Row]:
         """Returns a row per length, for JSON."""
         without, cached = self.totals_s()
-        return to_rows(
+        return lab.to_rows(
             {
                 "tokens": self.length,
                 "without_s": self.without_s,
@@ -124,16 +107,16 @@ class TokenTimes(ResultRecord):
         )
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Counted FLOPs and measured times."""
 
-    timed: TokenTimes = column("times of the bundled model on this machine")
-    counted: FlopCounts = column("FLOPs of the measured model")
-    other: FlopCounts = column("FLOPs of another model")
-    device: str = column("kind of device")
+    timed: TokenTimes = lab.column("times of the bundled model on this machine")
+    counted: FlopCounts = lab.column("FLOPs of the measured model")
+    other: FlopCounts = lab.column("FLOPs of another model")
+    device: str = lab.column("kind of device")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Counts, then measures; if stopped, keeps the finished lengths."""
     folder = model_folder(config.model)
     shape = dataclasses.replace(load_shape(folder), name=config.model)
@@ -156,34 +139,36 @@ def metrics(result: Result) -> dict[str, object]:
     return {"device": result.device, "measured": result.timed.rows(), **counted}
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of times and of FLOPs."""
     title = f"measured on {result.device}, greedy"
     measured = result.timed.rows()
-    parts: list[ReportPart] = [*metric_sheets({title: measured} if measured else {})]
+    parts: list[lab.ReportPart] = [
+        *lab.metric_sheets({title: measured} if measured else {})
+    ]
     heads = ("tokens", "without", "with", "text without", "text with", "ratio")
     for counted in (result.counted, result.other):
         cells = [
             (
-                format_number(row["tokens"]),
-                *(format_flops(row[key]) for key in FLOP_COLUMNS),
-                format_number(row["text_ratio"]),
+                lab.format_number(row["tokens"]),
+                *(lab.format_flops(row[key]) for key in FLOP_COLUMNS),
+                lab.format_number(row["text_ratio"]),
             )
             for row in counted.rows()
         ]
-        parts.append(Sheet(f"{counted.name}: operations, counted", heads, cells))
+        parts.append(lab.Sheet(f"{counted.name}: operations, counted", heads, cells))
     return parts
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares growth and a published speed-up with counts and measurements."""
     other = result.other
     timed = result.timed
     attention = counting.growth_exponents(other.attention_flops, other.length)
     without, cached = counting.growth_exponents(other.total_flops, other.length)
     for power, method, slope in zip((3, 2), CACHE_METHODS, attention, strict=True):
-        yield measured(
+        yield lab.measured(
             "growth",
             slope,
             power=power,
@@ -196,16 +181,16 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         )
     if timed.length.size < 2:
         return
-    yield measured("same", timed.is_same.sum(), published=float(timed.length.size))
+    yield lab.measured("same", timed.is_same.sum(), published=float(timed.length.size))
     both = np.stack([timed.without_s, timed.with_s])
     without, cached = counting.growth_exponents(both, timed.length)
-    yield measured(
+    yield lab.measured(
         "time", without, differs=timed.length[-1] < FEW_TOKENS, cached=cached
     )
     if RASCHKA_TOKENS in timed.length:
         (index,) = np.flatnonzero(timed.length == RASCHKA_TOKENS)
         without, cached = timed.totals_s()[:, index]
-        yield measured(
+        yield lab.measured(
             "raschka", without / cached, tokens=RASCHKA_TOKENS, device=result.device
         )
 
@@ -224,25 +209,25 @@ def plot(axes: np.ndarray, result: Result) -> None:
     ):
         left, right = axes[row]
         for values, system in zip(seconds, SYSTEMS, strict=True):
-            draw_curve(left, timed.length, values, system, system)
+            lab.draw_curve(left, timed.length, values, system, system)
         for counted, dash in models:
             flops = (counted.token_flops, counted.total_flops)[row]
             for values, system in zip(flops, SYSTEMS, strict=True):
                 name = system.removesuffix(" the cache")
                 look = {"linestyle": dash, "markevery": 0.2}
                 words = f"{counted.name}, {name}"
-                draw_curve(right, counted.length, values, system, words, **look)
+                lab.draw_curve(right, counted.length, values, system, words, **look)
         gain = seconds[0][-1] / seconds[1][-1] if timed.length.size else float("nan")
         title = f"Measured: a cache makes {what} {gain:,.1f} times as fast"
-        set_labels(left, title, label, "time [s]", xscale="log", yscale="log")
+        lab.set_labels(left, title, label, "time [s]", xscale="log", yscale="log")
         for axis in (left.xaxis, left.yaxis):
-            label_log_axis(axis)
+            lab.label_log_axis(axis)
         flops = (result.other.token_flops, result.other.total_flops)[row]
         gain = flops[0][-1] / flops[1][-1]
         title = f"Counted: a cache saves {what} {gain:,.0f}-fold "
         title += f"at {result.other.length[-1]:,} tokens"
         y = "operations [FLOP]"
-        set_labels(right, title, label, y, xscale="log", yscale="log")
+        lab.set_labels(right, title, label, y, xscale="log", yscale="log")
     # Grey lines of slope 3 and 2 pass through the last points.
     end = result.other.length[-1]
     length = result.other.length
@@ -260,7 +245,7 @@ def time_both(
     model: LoadedModel,
     lengths: tuple[int, ...],
     repeats: int,
-    progress: Progress,
+    progress: lab.Progress,
 ) -> TokenTimes:
     """Generates a text with the cache, then single tokens of it without.
 
@@ -325,3 +310,8 @@ def _draw(
         taken.append(seconds)
     tokens = np.array([start, *(int(x[0]) for x in draws)])
     return tokens, np.min(np.array(taken[1:]), axis=0)
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(2, 2, 3.8)
+)

@@ -5,28 +5,17 @@ Step times follow a roofline of the data sheet, a lower bound for real GPUs.
 Source of the recordings: Patel et al. 2024 (Splitwise), arXiv:2311.18677.
 """
 
-import dataclasses
 import itertools
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from experiments import lab
 from experiments.harness import find_cost_model
-from experiments.serving.latency_vs_rate.runs import Row
-from jaxkv import scheduling, simulation, validation, workloads
-from jaxkv.plotting import (
-    BLUE,
-    ORANGE,
-    draw_curve,
-    label_log_axis,
-    set_labels,
-    use_powers_of_two,
-)
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, row_sheet
+from jaxkv import scheduling, simulation, workloads
 from jaxkv.simulation import Capacity, SimulationMember, SimulationResult
 from jaxkv.workloads import (
     Recording,
@@ -78,23 +67,21 @@ def check_fits(model: str, device: str, num_devices: int) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Recordings, models and devices."""
 
-    traces: tuple[str, ...] = TRACES
+    traces: Annotated[tuple[str, ...], lab.Choices(TRACES, minimum=1)] = TRACES
     """Names of recordings in the folder JAXKV_DATA."""
     models: tuple[str, ...] = ("llama-2-7b", "llama-2-13b")
     """Served models."""
-    num_devices: tuple[int, ...] = (1, 2, 4)
+    num_devices: lab.PositiveInts = (1, 2, 4)
     """Numbers of GPUs."""
     device: str = "a100-80gb"
     """Kind of GPU."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "traces", allowed_values=TRACES, minimum=1)
-        validation.at_least(self, "num_devices")
+        super().__post_init__()
         for name, num in self.cases:
             check_fits(name, self.device, num)
 
@@ -103,8 +90,6 @@ class Config:
         """Every model on every number of GPUs."""
         return [*itertools.product(self.models, self.num_devices)]
 
-
-SWITCH = ("traces", True)
 
 CONFIGS = {"azure": Config()}
 
@@ -129,9 +114,9 @@ def find_recording(trace: str) -> Path:
     return path
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[Row]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[lab.Row]:
     """Replays each recording with every model on every number of GPUs."""
-    rows: list[Row] = []
+    rows: list[lab.Row] = []
     for trace in config.traces:
         recording = read_recording(find_recording(trace))
         for doubt in recording.doubts:
@@ -162,7 +147,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     return rows
 
 
-def _row(served: SimulationResult, index: int, recording: Recording) -> Row:
+def _row(served: SimulationResult, index: int, recording: Recording) -> lab.Row:
     arrival_s, first_s, finish_s = (
         x[index] for x in (served.arrival_s, served.first_s, served.finish_s)
     )
@@ -190,12 +175,12 @@ def _row(served: SimulationResult, index: int, recording: Recording) -> Row:
     }
 
 
-def metrics(result: list[Row]) -> dict[str, object]:
+def metrics(result: list[lab.Row]) -> dict[str, object]:
     """Returns the replays under the keys of `figures.metrics`."""
     return {"capacities": [], "rows": result}
 
 
-def summary(result: list[Row]) -> list[ReportPart]:
+def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     """Returns a table of the replays."""
     columns = {
         "recording": "trace",
@@ -216,10 +201,10 @@ def summary(result: list[Row]) -> list[ReportPart]:
         "without idle time. Medians and 99th percentiles."
     )
     title = "recorded hours, all requests"
-    return [row_sheet(title, result, columns, note)]
+    return [lab.row_sheet(title, result, columns, note)]
 
 
-def plot(ax: "Axes", result: list[Row]) -> None:
+def plot(ax: "Axes", result: list[lab.Row]) -> None:
     """Draws the P99 time to first token of every replay."""
     kinds = {"conv": "chat", "code": "code"}
     replays = itertools.groupby(result, lambda row: (row["trace"], row["model"]))
@@ -227,12 +212,12 @@ def plot(ax: "Axes", result: list[Row]) -> None:
         points = [(row["num_devices"], row["first_p99_s"]) for row in rows]
         kind = trace[6:]
         size = model.removeprefix("llama-2-")
-        color = BLUE if kind == "code" else ORANGE
+        color = lab.BLUE if kind == "code" else lab.ORANGE
         is_small = size == "7b"
         look = {"linestyle": "-" if is_small else "--", "marker": "os"[not is_small]}
         label = f"{kinds.get(kind, kind)}, {size.upper()}"
-        draw_curve(ax, *zip(*points, strict=True), color, label, **look)
-    use_powers_of_two(ax)
+        lab.draw_curve(ax, *zip(*points, strict=True), color, label, **look)
+    lab.use_powers_of_two(ax)
     title = "Llama-2 on A100s: first token by GPUs"
     slow = [x for x in result if x["first_p99_s"] > 1]
     if slow:
@@ -242,6 +227,11 @@ def plot(ax: "Axes", result: list[Row]) -> None:
         size = worst["model"].removeprefix("llama-2-").upper()
         title += f"first token of Llama-2-{size} after {worst['first_p99_s']:,.0f} s"
     y = "first token, 99th percentile [s]"
-    set_labels(ax, title, "A100 [GPUs]", y, yscale="log")
-    label_log_axis(ax.yaxis)
+    lab.set_labels(ax, title, "A100 [GPUs]", y, yscale="log")
+    lab.label_log_axis(ax.yaxis)
     ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS, list, run, plot, summary=summary, metrics=metrics, switch=("traces", True)
+)

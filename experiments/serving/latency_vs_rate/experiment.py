@@ -8,4 +8,4 @@ under policies that use priorities, deadlines, sessions and predicted lengths.
 
 from experiments.serving.latency_vs_rate import azure, figures, policies
 
-STUDIES = (figures, azure, policies)
+STUDIES = (figures.STUDY, azure.STUDY, policies.STUDY)

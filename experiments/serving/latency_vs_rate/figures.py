@@ -4,18 +4,13 @@ Each system serves the same requests at increasing rates: first at evenly spaced
 of the published axis, then where its latency crosses the bounds of the comparison.
 """
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from experiments import lab
 from experiments.serving.latency_vs_rate import published, runs, settings
 from experiments.serving.latency_vs_rate.published import axis_end_rows
-from experiments.serving.latency_vs_rate.runs import Row
-from jaxkv import validation
-from jaxkv.plotting import set_labels, system_style
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, Sheet, metric_sheets, row_sheet
 from jaxkv.workloads import load_ratio
 
 if TYPE_CHECKING:
@@ -26,38 +21,28 @@ MAX_RATE_RATIO = 2.0
 a multiple of the axis."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Panels, duration and rates."""
 
-    panels: tuple[str, ...] = published.OF_THE_PAPER
+    panels: Annotated[tuple[str, ...], lab.Choices(published.PANELS)] = (
+        published.OF_THE_PAPER
+    )
     """Panels of figures 12 and 14 by their names in the paper; "12a (calibrated)" has
     the step times of vLLM servers on H100s instead of published ones."""
-    hours_share: float = 1.0
+    hours_share: Annotated[float, lab.Range(0, 24, "(]")] = 1.0
     """Share of each panel's duration: 1 h of load as published, 0.25 h for OPT-175B and
     Alpaca, whose requests suffice."""
-    num_rates: int = 8
+    num_rates: Annotated[int, lab.Range(2)] = 8
     """Rates of each system, evenly spaced on the published axis."""
-    num_near: int = 4
+    num_near: lab.NonNegativeInt = 4
     """Further rates where latency crosses the bounds."""
-    systems: tuple[str, ...] = settings.SYSTEMS
+    systems: Annotated[tuple[str, ...], lab.Choices(settings.SYSTEMS)] = (
+        settings.SYSTEMS
+    )
     """Simulated systems."""
     seed: int = 0
     """Seed of lengths and arrivals."""
 
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.among(self, "panels", allowed_values=published.PANELS)
-        validation.among(self, "systems", allowed_values=settings.SYSTEMS)
-        validation.within(self, "hours_share", low=0, high=24, ends="(]")
-        validation.at_least(self, "num_rates", low=2)
-        validation.at_least(self, "num_near", low=0)
-
-
-claims = published.claims
-PANELS = (7, 2)
-PANEL_SIZE_INCHES = (3.4, 3.0)
-SWITCH = ("traces", False)
 
 CONFIGS = {
     "smoke": Config(
@@ -73,9 +58,9 @@ CONFIGS = {
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[Row]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[lab.Row]:
     """Simulates every panel; if stopped, keeps the finished ones."""
-    rows: list[Row] = []
+    rows: list[lab.Row] = []
     for name in config.panels:
         if progress.stopped:
             break
@@ -97,7 +82,7 @@ def run(config: Config, progress: Progress = QUIET) -> list[Row]:
     return rows
 
 
-def metrics(result: list[Row]) -> dict[str, object]:
+def metrics(result: list[lab.Row]) -> dict[str, object]:
     """Returns the load that each system sustains, and every row."""
     sustained = [
         {"panel": panel} | row
@@ -107,7 +92,7 @@ def metrics(result: list[Row]) -> dict[str, object]:
     return {"capacities": sustained, "rows": result}
 
 
-def summary(result: list[Row]) -> list[ReportPart]:
+def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     """Returns tables of capacities, of the axes' ends, and of simulation times."""
     if not result:
         return []
@@ -135,13 +120,13 @@ def summary(result: list[Row]) -> list[ReportPart]:
         row_cells = [cells.get(system, "-") for system in settings.SYSTEMS]
         capacities.append((name, published.PANELS[name].title, *row_cells))
     return [
-        Sheet(
+        lab.Sheet(
             f"requests/s at {runs.LATENCY_BOUND} s a token",
             ("figure", "load", *settings.SYSTEMS),
             capacities,
             "In brackets: load of the paged system as a multiple.",
         ),
-        row_sheet(
+        lab.row_sheet(
             "at the end of the published axis",
             [
                 x | {"preempted": x["num_preempted"] / x["num_requests"]}
@@ -160,11 +145,11 @@ def summary(result: list[Row]) -> list[ReportPart]:
             },
             "Latencies are lower bounds if the queue grows without limit.",
         ),
-        *metric_sheets({"time to simulate, compilation included": speed}),
+        *lab.metric_sheets({"time to simulate, compilation included": speed}),
     ]
 
 
-def plot(axes: np.ndarray, result: list[Row]) -> None:
+def plot(axes: np.ndarray, result: list[lab.Row]) -> None:
     """Draws figures 12 and 14, then 13, and removes the other axes."""
     free = iter(axes.ravel())
     for name, rows in runs.group_rows(result, "panel").items():
@@ -190,7 +175,7 @@ def plot(axes: np.ndarray, result: list[Row]) -> None:
         ax.remove()
 
 
-def _batches(ax: "Axes", name: str, rows: list[Row]) -> None:
+def _batches(ax: "Axes", name: str, rows: list[lab.Row]) -> None:
     """Draws bars of the simulated and, in grey, of the published batch sizes."""
     reference = published.FIGURE_BATCHES[name]
     systems = [row["system"] for row in rows]
@@ -198,8 +183,8 @@ def _batches(ax: "Axes", name: str, rows: list[Row]) -> None:
         system = row["system"]
         printed: dict[str, Any] = {"label": None if i else "the paper's"}
         for dx, height, look in (
-            (-0.2, row["batch"], system_style(system).bar),
-            (0.2, reference[system], system_style("published").bar | printed),
+            (-0.2, row["batch"], lab.system_style(system).bar),
+            (0.2, reference[system], lab.system_style("published").bar | printed),
         ):
             ax.bar_label(ax.bar(i + dx, height, 0.4, **look), fmt="%.0f")
     names = [system.replace("Orca ", "").strip("()") for system in systems]
@@ -209,5 +194,18 @@ def _batches(ax: "Axes", name: str, rows: list[Row]) -> None:
     largest_row = max(rows, key=lambda row: row["batch"])
     title = f"13{'ab'[data == 'Alpaca']}, {data}, {rate:g} requests/s: "
     title += f"{largest_row['system']} runs {largest_row['batch']:.0f} at once"
-    set_labels(ax, title, "", "batch [requests]")
+    lab.set_labels(ax, title, "", "batch [requests]")
     ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    list,
+    run,
+    plot,
+    published.claims,
+    summary,
+    metrics,
+    panels=lab.Panels(7, 2, 3.0),
+    switch=("traces", False),
+)

@@ -7,18 +7,16 @@ the same requests. Only the oracle sees the true length of an answer. Each row h
 metric that its policy improves and the metrics that it worsens.
 """
 
-import dataclasses
 import warnings
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
+from experiments import lab
 from experiments.harness import find_cost_model
 from experiments.serving.latency_vs_rate import azure
-from jaxkv import plotting, scheduling, simulation, validation
-from jaxkv.plotting import BLUE, draw_reference_line, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
+from jaxkv import scheduling, simulation
 from jaxkv.scheduling import NO_DEADLINE, Policy, RequestAttributes
 from jaxkv.simulation import SimulationMember
 from jaxkv.workloads import (
@@ -40,59 +38,54 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """The recording, the machine, and how attributes are drawn."""
 
     recording: Path | None = None
     """A file of recorded requests; None takes azure_conv of the folder JAXKV_DATA."""
-    rate_factor: float = 0.7
+    rate_factor: Annotated[float, lab.Range(0, ends="()")] = 0.7
     """Times as fast as recorded; at 0.7 queues form and drain on one device."""
-    first_requests: int | None = None
+    first_requests: Annotated[int | None, lab.Range(1)] = None
     """Requests that are served; None means all."""
     model: str = "llama-2-13b"
     """Served model."""
     device: str = "a100-80gb"
     """Device that serves it."""
-    num_devices: int = 1
+    num_devices: lab.PositiveInt = 1
     """Number of devices."""
-    prediction_sigma: float = 0.5
+    prediction_sigma: lab.NonNegativeFloat = 0.5
     """Standard deviation of the logarithm of predicted over true answer lengths."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """Of the attributes."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.above(self, "rate_factor", finite=True)
-        validation.at_least(self, "num_devices")
-        validation.at_least(self, "prediction_sigma", "seed", low=0)
-        if self.first_requests is not None:
-            validation.integer("first_requests", self.first_requests, low=1)
+        super().__post_init__()
         azure.check_fits(self.model, self.device, self.num_devices)
 
 
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.6)
 CONFIGS = {"policies": Config()}
 
 
-class PolicyTable(ResultTable):
+class PolicyTable(lab.ResultTable):
     """Metrics of each policy. Waits are times to first token."""
 
-    policy: Texts = column("name in `POLICIES`")
-    answered: Ints = column("requests answered")
-    wait_mean_s: Floats = column("mean over all requests")
-    wait_p99_s: Floats = column("99th percentile over all requests")
-    urgent_p99_s: Floats = column("99th percentile over urgent requests")
-    late_share: Floats = column("deadlines missed, of the requests that have one")
-    light_mean_s: Floats = column("mean over sessions but the heavy one")
-    heavy_mean_s: Floats = column("mean over the session that asks half of all")
+    policy: lab.Texts = lab.column("name in `POLICIES`")
+    answered: lab.Ints = lab.column("requests answered")
+    wait_mean_s: lab.Floats = lab.column("mean over all requests")
+    wait_p99_s: lab.Floats = lab.column("99th percentile over all requests")
+    urgent_p99_s: lab.Floats = lab.column("99th percentile over urgent requests")
+    late_share: lab.Floats = lab.column(
+        "deadlines missed, of the requests that have one"
+    )
+    light_mean_s: lab.Floats = lab.column("mean over sessions but the heavy one")
+    heavy_mean_s: lab.Floats = lab.column("mean over the session that asks half of all")
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Results of the policies."""
 
-    policies: PolicyTable = column("by policy", heading="a recorded hour by policy")
+    policies: PolicyTable = lab.column("by policy", heading="a recorded hour by policy")
 
 
 def draw_workload(config: Config) -> Workload:
@@ -134,7 +127,7 @@ def draw_workload(config: Config) -> Workload:
     )
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Replays the recording under each policy."""
     load = draw_workload(config)
     drawn_attributes = load.attributes
@@ -197,12 +190,12 @@ def plot(axes: np.ndarray, result: Result) -> None:
     (left, right), rows = axes, result.policies
     place = np.arange(len(rows))
     width = 0.8 / len(GOALS)
-    colors = plotting.colors()
+    colors = lab.colors()
     for i, (name, label) in enumerate(GOALS.items()):
         values = getattr(rows, name)
         at = place + (i - (len(GOALS) - 1) / 2) * width
         left.barh(at, values / values[0], width, label=label, color=colors[i])
-    draw_reference_line(left, 1, along="y")
+    lab.draw_reference_line(left, 1, along="y")
     left.set_yticks(place, rows.policy)
     left.invert_yaxis()
     left.legend()
@@ -211,8 +204,8 @@ def plot(axes: np.ndarray, result: Result) -> None:
         best = int(np.argmin(rows.wait_mean_s))
         title = f"Mean wait {rows.wait_mean_s[0]:.1f} s, first come first served; "
         title += f"{rows.wait_mean_s[best]:.1f} s, {rows.policy[best]}"
-    set_labels(left, title, "over first come first served [ratio]", "")
-    bars = right.barh(place, rows.wait_p99_s, color=colors[BLUE])
+    lab.set_labels(left, title, "over first come first served [ratio]", "")
+    bars = right.barh(place, rows.wait_p99_s, color=colors[lab.BLUE])
     right.bar_label(bars, [f"{x:.0f}" for x in rows.wait_p99_s], padding=3)
     right.set_yticks(place, [""] * len(rows))
     right.invert_yaxis()
@@ -221,4 +214,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
         worst = int(np.argmax(rows.wait_p99_s))
         title = f"The longest tail: {rows.policy[worst]}"
     right.margins(x=0.15)
-    set_labels(right, title, "wait, 99th percentile [s]", "")
+    lab.set_labels(right, title, "wait, 99th percentile [s]", "")
+
+
+STUDY = lab.Study(CONFIGS, Result, run, plot, panels=lab.Panels(1, 2, 3.6))

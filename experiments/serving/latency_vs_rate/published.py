@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.serving.latency_vs_rate import runs, settings
-from experiments.serving.latency_vs_rate.runs import LATENCY_BOUND, LATENCY_RANGE, Row
+from experiments.serving.latency_vs_rate.runs import LATENCY_BOUND, LATENCY_RANGE
 from jaxkv.workloads import LatencyCurve, load_ratio, load_ratios
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 PAPER, STEP, CURVE_SHAPE = map(CLAIMS.text, ("paper", "step", "shape"))
 SCALED, BEAMS = map(CLAIMS.text, ("scaled", "beams"))
 FIGURE_BATCHES: Mapping[str, Mapping[str, float]] = CLAIMS.published("batch")
@@ -114,7 +114,7 @@ OF_THE_PAPER = tuple(
 )
 
 
-def axis_end_rows(rows: list[Row]) -> list[Row]:
+def axis_end_rows(rows: list[lab.Row]) -> list[lab.Row]:
     """Returns the rows at the ends of the published axes."""
     return [
         row
@@ -125,16 +125,16 @@ def axis_end_rows(rows: list[Row]) -> list[Row]:
 
 
 @CLAIMS.judge
-def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
+def claims(rows: list[lab.Row]) -> Iterator[lab.MeasuredValue]:
     """Judges the simulated panels with published step times."""
     rows = [row for row in rows if row["panel"] in OF_THE_PAPER]
     if not rows:
         return
     for name, server in settings.SERVERS.items():
         places = server.num_places / 1e3
-        yield measured("places", places, server=name, kv_gib=server.kv_gib)
+        yield lab.measured("places", places, server=name, kv_gib=server.kv_gib)
     for name, server in settings.SERVERS.items():
-        yield measured("weights", server.weight_bytes / 1e9, server=name)
+        yield lab.measured("weights", server.weight_bytes / 1e9, server=name)
     panels = runs.group_rows(rows, "panel")
     curves = {name: runs.latency_curves(selected) for name, selected in panels.items()}
     full_panels: Any = {
@@ -148,7 +148,7 @@ def claims(rows: list[Row]) -> Iterator[MeasuredValue]:
         if printed is None:
             continue
         is_alpaca = panel.data == "Alpaca"
-        yield measured(
+        yield lab.measured(
             "batch",
             row["batch"],
             tolerance=batch_tolerance(system) * printed,
@@ -181,12 +181,12 @@ def _ratios(panels: Panels, other: str) -> list[float]:
     ]
 
 
-def _figure_12(curves: Panels) -> Iterator[MeasuredValue]:
+def _figure_12(curves: Panels) -> Iterator[lab.MeasuredValue]:
     shared = {name: curves[name] for name in curves if name in ("12a", "12b", "12c")}
     for panel, systems in shared.items():
         for other in (ORACLE, "Orca (Max)"):
             if other in systems:
-                yield measured(
+                yield lab.measured(
                     "load",
                     _ratio(systems, other),
                     other=other,
@@ -197,7 +197,7 @@ def _figure_12(curves: Panels) -> Iterator[MeasuredValue]:
                 )
     if ratios := _ratios(shared, "Orca (Max)"):
         models = ", ".join(PANELS[x].server for x in shared)
-        yield measured(
+        yield lab.measured(
             "orca_max",
             max(ratios),
             low=LATENCY_RANGE[0],
@@ -206,10 +206,10 @@ def _figure_12(curves: Panels) -> Iterator[MeasuredValue]:
         )
     plain = {name: curves[name] for name in curves if name.startswith("12")}
     if ratios := _ratios(plain, "FasterTransformer"):
-        yield measured("static", max(ratios))
+        yield lab.measured("static", max(ratios))
     if {"12d", "12f"} <= curves.keys():
         large, small = (_ratio(curves[x]) for x in ("12f", "12d"))
-        yield measured("less", large / small)
+        yield lab.measured("less", large / small)
 
 
 def batch_tolerance(system: str) -> float:
@@ -222,10 +222,10 @@ def name_in_sentence(system: str) -> str:
     return "the paged system" if system == "paged" else system
 
 
-def _figure_14(curves: Panels) -> Iterator[MeasuredValue]:
+def _figure_14(curves: Panels) -> Iterator[lab.MeasuredValue]:
     for panel in ("12d", "14f"):
         if panel in curves:
-            yield measured(
+            yield lab.measured(
                 "several",
                 _ratio(curves[panel]),
                 panel=panel,
@@ -237,7 +237,7 @@ def _figure_14(curves: Panels) -> Iterator[MeasuredValue]:
         names = [f"14{letter}" for letter in letters]
         if all(name in curves for name in names):
             ratios = [_ratio(curves[x]) for x in names]
-            yield measured(
+            yield lab.measured(
                 "wider",
                 min(b - a for a, b in itertools.pairwise(ratios)),
                 kind=kind,

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from experiments import lab
 from experiments.serving.latency_vs_rate import settings
 from experiments.serving.latency_vs_rate.settings import Machine, System
 from jaxkv import scheduling, simulation
-from jaxkv.plotting import draw_curve, set_labels
-from jaxkv.progress import QUIET, Progress
 from jaxkv.scheduling import NO_LIMIT
 from jaxkv.simulation import Capacity, Cost, Rule, SimulationMember, SimulationResult
 from jaxkv.workloads import (
@@ -43,8 +42,6 @@ LATENCY_RANGE = (0.1, 0.9)
 """Normalised latencies in s/token between which published curves were compared."""
 LATENCY_BOUND = 0.5
 """Normalised latency in s/token at which sustained loads are compared."""
-
-type Row = dict[str, Any]
 
 
 class Setting(NamedTuple):
@@ -84,8 +81,8 @@ def serve_at_rates(
     setting: Setting,
     requests: Load,
     rates: Mapping[System, Sequence[float]],
-    progress: Progress = QUIET,
-) -> list[Row]:
+    progress: lab.Progress = lab.QUIET,
+) -> list[lab.Row]:
     """Simulates the load with every system at its rates.
 
     Systems with contiguous memory, and the rates of each system, are vectorised.
@@ -179,7 +176,7 @@ def _row(
     workload: Workload,
     samples: int,
     groups: int,
-) -> Row:
+) -> lab.Row:
     """Returns metrics of one member, whose requests have `samples` sequences each."""
     num = workload.prompt.shape[0]
     group_size = samples // groups
@@ -211,8 +208,8 @@ def explore_rates(
     *,
     num_near: int,
     max_rate: float,
-    progress: Progress = QUIET,
-) -> list[Row]:
+    progress: lab.Progress = lab.QUIET,
+) -> list[lab.Row]:
     """Simulates a load at even rates, then where latency crosses the bounds.
 
     Args:
@@ -227,7 +224,7 @@ def explore_rates(
     Returns:
       A row per system and rate, with the turn and its simulation time.
     """
-    all_rows: list[Row] = []
+    all_rows: list[lab.Row] = []
     rates: dict[System, list[float]] = dict.fromkeys(systems, even.tolist())
     near: set[System] = set()
     for turn in range(3 if num_near else 1):
@@ -252,15 +249,15 @@ def explore_rates(
     return all_rows
 
 
-def group_rows(rows: Iterable[Row], name: str) -> dict[Any, list[Row]]:
+def group_rows(rows: Iterable[lab.Row], name: str) -> dict[Any, list[lab.Row]]:
     """Groups rows by a value, in order of first occurrence."""
-    groups: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[lab.Row]] = {}
     for row in rows:
         groups.setdefault(row[name], []).append(row)
     return groups
 
 
-def latency_curves(rows: list[Row]) -> dict[System, LatencyCurve]:
+def latency_curves(rows: list[lab.Row]) -> dict[System, LatencyCurve]:
     """Returns latency against rate for each system."""
     curves = {}
     for system, selected in group_rows(rows, "system").items():
@@ -269,7 +266,7 @@ def latency_curves(rows: list[Row]) -> dict[System, LatencyCurve]:
     return curves
 
 
-def sustained_loads(rows: list[Row]) -> dict[System, SustainedRate]:
+def sustained_loads(rows: list[lab.Row]) -> dict[System, SustainedRate]:
     """Returns the load that each system sustains at `LATENCY_BOUND`."""
     return {
         name: sustained_rate(x, LATENCY_BOUND)
@@ -277,7 +274,7 @@ def sustained_loads(rows: list[Row]) -> dict[System, SustainedRate]:
     }
 
 
-def sustained_rows(rows: list[Row]) -> list[Row]:
+def sustained_rows(rows: list[lab.Row]) -> list[lab.Row]:
     """Returns the load that each system sustains, for JSON."""
     return [
         {"system": system, "relation": load.relation, "rate_per_s": load.rate}
@@ -285,8 +282,8 @@ def sustained_rows(rows: list[Row]) -> list[Row]:
     ]
 
 
-def draw_curves(ax: "Axes", rows: list[Row], title: str) -> None:
+def draw_curves(ax: "Axes", rows: list[lab.Row], title: str) -> None:
     """Draws latency against rate."""
     for system, curve in latency_curves(rows).items():
-        draw_curve(ax, *curve, system, system, markersize=3.5)
-    set_labels(ax, title, "load [requests/s]", "latency [s/token]", ylim=(0, 1))
+        lab.draw_curve(ax, *curve, system, system, markersize=3.5)
+    lab.set_labels(ax, title, "load [requests/s]", "latency [s/token]", ylim=(0, 1))

@@ -4,26 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.framework import claims_file
+from experiments import lab
 from experiments.serving.latency_vs_rate import published, settings
-from jaxkv import plotting
-from jaxkv.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    SKY,
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from experiments.serving.memory_waste.experiment import Result
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 FIGURE_BATCHES = published.FIGURE_BATCHES["12a"]
 """Batch sizes: figure 13a."""
 SYSTEMS = settings.SYSTEMS[1:]
@@ -39,8 +28,8 @@ reserved in vain, and the remainder."""
 
 
 USE_LOOKS = (
-    *((GREEN, ""), (SKY, "//")),
-    *((ORANGE, ".."), (RED, "\\\\")),
+    *((lab.GREEN, ""), (lab.SKY, "//")),
+    *((lab.ORANGE, ".."), (lab.RED, "\\\\")),
 )
 """Colour and hatch of the uses."""
 
@@ -53,16 +42,16 @@ def plot(axes: np.ndarray, result: "Result") -> None:
     memory = result.memory_bytes / 1e9
     names = ("parameters", "keys and values", "rest")
     sizes = (weights, places, memory - weights - places)
-    colors = [(0.6, 0.6, 0.6), plotting.colors()[BLUE], (0.8, 0.8, 0.8)]
+    colors = [(0.6, 0.6, 0.6), lab.colors()[lab.BLUE], (0.8, 0.8, 0.8)]
     labels = [f"{size:.1f} GB\n{100 * size / memory:.0f} %" for size in sizes]
     ax.bar_label(ax.bar(names, sizes, 0.6, color=colors), labels, padding=2)
     ax.margins(y=0.2)
     title = f"OPT-13B leaves {places:.0f} of {memory:.0f} GB to keys and values"
-    set_labels(ax, title, "", "memory of an A100 [GB]")
+    lab.set_labels(ax, title, "", "memory of an A100 [GB]")
     _draw_uses(axes[0][1], result)
     ax = axes[1][0]
     full = weights + places
-    draw_reference_line(ax, full, "all memory for keys and values")
+    lab.draw_reference_line(ax, full, "all memory for keys and values")
     ends = _draw_lines(ax, result, result.growth.memory_bytes / 1e9, says_end=False)
     title = f"Pages fit {ends['paged'][0]} requests, Orca (Oracle) "
     title += f"{ends['Orca (Oracle)'][0]}, Orca (Max) {ends['Orca (Max)'][0]}"
@@ -94,7 +83,7 @@ def _draw_uses(ax: "Axes", result: "Result") -> None:
         bottom = np.zeros(len(names))
         rows = zip(shares.T, USES.values(), USE_LOOKS, strict=True)
         for values, use, (color, hatch) in rows:
-            look: dict[str, Any] = {"color": plotting.colors()[color], "hatch": hatch}
+            look: dict[str, Any] = {"color": lab.colors()[color], "hatch": hatch}
             look |= {"alpha": alpha, "bottom": bottom, "edgecolor": "white"}
             bars = ax.bar(places + shift, values, 0.4, **look)
             if alpha == 1.0:
@@ -104,7 +93,7 @@ def _draw_uses(ax: "Axes", result: "Result") -> None:
     waste = 100 - dict(zip(names, ours[:, 0], strict=True))["Orca (Max)"]
     paged = 100 - dict(zip(names, ours[:, 0], strict=True))["paged"]
     title = f"Orca (Max) wastes {waste:.0f} % of its token places, pages {paged:.0f} %"
-    set_labels(ax, title, "left: ours, right: the paper's", "token places [%]")
+    lab.set_labels(ax, title, "left: ours, right: the paper's", "token places [%]")
     ax.set_ylim(0, 100)
     ax.legend()
 
@@ -119,14 +108,14 @@ def _draw_lines(
         last = np.flatnonzero(np.isfinite(line))[-1]
         end = ends[name] = int(requests[last]), float(line[last])
         if not says_end:
-            draw_curve(ax, requests, line, name, marker="")
+            lab.draw_curve(ax, requests, line, name, marker="")
         elif name == "paged":
-            draw_curve(ax, requests, line, name, marker="", zorder=0)
+            lab.draw_curve(ax, requests, line, name, marker="", zorder=0)
         look = {"linestyle": "", "markersize": 8}
-        draw_curve(ax, *([x] for x in end), name, name, **look)
+        lab.draw_curve(ax, *([x] for x in end), name, name, **look)
         if says_end:
             offset, side = ((6, -4), "left") if name != "paged" else ((-8, 0), "right")
             look = {"va": "top", "ha": side}
-            plotting.annotate(ax, f"{end[1]:.0f} tokens/s", end, offset, **look)
+            lab.annotate(ax, f"{end[1]:.0f} tokens/s", end, offset, **look)
     ax.set(xlim=(0, 1.08 * requests[-1]), xlabel="batch [requests]")
     return ends

@@ -6,16 +6,15 @@ and, simulated under the load of section 6.2, the shares of token places that ho
 token, are reserved for later tokens, or are wasted.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.framework import MeasuredValue, measured
+from experiments import lab
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.published import (
     STEP,
@@ -27,60 +26,36 @@ from experiments.serving.memory_waste.drawing import (
     FIGURE_BATCHES,
     SYSTEMS,
     USES,
+    plot,
 )
-from experiments.serving.memory_waste.drawing import plot as plot
-from jaxkv import simulation, validation
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    format_seconds,
-    to_rows,
-)
+from jaxkv import simulation
 from jaxkv.simulation import Cost, Work
 from scaling.costs import find_device, kv_bytes_per_token
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Load and number of simulations."""
 
-    rate: float = 2.0
+    rate: Annotated[float, lab.Range(0, 100, "(]")] = 2.0
     """Requests/s."""
     hours: float = 1.0
     """Hours of simulated load."""
     warm_up_s: float = 0.0
     """Seconds at the start that are discarded; the paper states no warm-up."""
-    num_seeds: int = 6
+    num_seeds: lab.PositiveInt = 6
     """Independent draws of the load."""
-    step_scales: tuple[float, ...] = (1.0, 1.2, 1.31)
+    step_scales: Annotated[lab.PositiveFloats, lab.Entries(1)] = (1.0, 1.2, 1.31)
     """Time of a step over that on a GPU of 80 GB, on which the paged system's memory
     use depends. The last value is the ratio of the bandwidths."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        if not 0 < self.rate <= 100:
-            raise ValueError(
-                f"rate={self.rate!r} must be in (0, 100] requests a second"
-            )
+        super().__post_init__()
         if not 0 <= self.warm_up_s < 3600 * self.hours <= 86_400:
             raise ValueError(
                 f"warm_up_s={self.warm_up_s!r} must lie within hours={self.hours!r}"
             )
-        validation.at_least(self, "num_seeds")
-        if not self.step_scales or min(self.step_scales) <= 0:
-            raise ValueError(
-                f"step_scales={self.step_scales!r} must be above 0, at least one"
-            )
 
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 3.7)
 
 CONFIGS = {
     "paper": Config(),
@@ -91,39 +66,45 @@ CONFIGS = {
 PerSeed = Float[np.ndarray, "rows seeds"]
 
 
-class Waste(ResultTable):
+class Waste(lab.ResultTable):
     """Memory use by system, or by scale of the step time."""
 
-    uses: Float[np.ndarray, "rows seeds uses"] = column("shares of the token places")
-    batch: PerSeed = column("mean batch size")
-    step_s: PerSeed = column("mean time of a step")
-    num_preempted: Int[np.ndarray, "rows seeds"] = column("preemptions")
-    num_answered: Int[np.ndarray, "rows seeds"] = column("requests after the warm-up")
+    uses: Float[np.ndarray, "rows seeds uses"] = lab.column(
+        "shares of the token places"
+    )
+    batch: PerSeed = lab.column("mean batch size")
+    step_s: PerSeed = lab.column("mean time of a step")
+    num_preempted: Int[np.ndarray, "rows seeds"] = lab.column("preemptions")
+    num_answered: Int[np.ndarray, "rows seeds"] = lab.column(
+        "requests after the warm-up"
+    )
 
 
-class BatchGrowth(ResultRecord):
+class BatchGrowth(lab.ResultRecord):
     """Memory and throughput by batch size; NaN beyond the batch that fits."""
 
-    requests: Int[np.ndarray, " requests"] = column("batch size")
-    memory_bytes: Float[np.ndarray, "systems requests"] = column("weights included")
-    tokens_per_s: Float[np.ndarray, "systems requests"] = column("generated tokens")
+    requests: Int[np.ndarray, " requests"] = lab.column("batch size")
+    memory_bytes: Float[np.ndarray, "systems requests"] = lab.column("weights included")
+    tokens_per_s: Float[np.ndarray, "systems requests"] = lab.column("generated tokens")
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Memory, its use by system, and its growth."""
 
-    memory_bytes: float = column("memory of the GPU")
-    weight_bytes: float = column("memory of the weights")
-    kv_bytes: float = column("memory of the KV cache")
-    token_bytes: float = column("K and V of a token")
-    system: Texts = column("names of the rows of `waste`")
-    waste: Waste = column("by system")
-    step_scales: Floats = column("scales of the step time, the rows of `scaled`")
-    scaled: Waste = column("paged system by scale")
-    growth: BatchGrowth = column("by batch size")
+    memory_bytes: float = lab.column("memory of the GPU")
+    weight_bytes: float = lab.column("memory of the weights")
+    kv_bytes: float = lab.column("memory of the KV cache")
+    token_bytes: float = lab.column("K and V of a token")
+    system: lab.Texts = lab.column("names of the rows of `waste`")
+    waste: Waste = lab.column("by system")
+    step_scales: lab.Floats = lab.column(
+        "scales of the step time, the rows of `scaled`"
+    )
+    scaled: Waste = lab.column("paged system by scale")
+    growth: BatchGrowth = lab.column("by batch size")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Simulates the load with every system."""
     server = settings.SERVERS["13B"]
     setting = runs.Setting(server, settings.DATASETS["ShareGPT"])
@@ -166,7 +147,7 @@ def _serve(
     config: Config,
     setting: runs.Setting,
     cases: Sequence[tuple[settings.System, runs.Load, Cost]],
-    progress: Progress,
+    progress: lab.Progress,
 ) -> Waste:
     """Simulates loads; rows are systems or cost models, columns are seeds."""
     served = simulation.simulate(
@@ -227,10 +208,10 @@ def _growth(
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares memory, waste and batch sizes with the published ones."""
-    yield measured("weights", 100 * result.weight_bytes / result.memory_bytes)
-    yield measured("keys-and-values", 100 * result.kv_bytes / result.memory_bytes)
+    yield lab.measured("weights", 100 * result.weight_bytes / result.memory_bytes)
+    yield lab.measured("keys-and-values", 100 * result.kv_bytes / result.memory_bytes)
     names = result.system.tolist()
     for system, uses in zip(names, result.waste.uses, strict=True):
         shares = 100 * uses.mean(axis=0)
@@ -242,13 +223,13 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             "system_name": name_in_sentence(system),
         }
         for use, share in zip(USES.values(), shares, strict=True):
-            yield measured("uses", share, use=use, why=why.get(use, ""), **words)
+            yield lab.measured("uses", share, use=use, why=why.get(use, ""), **words)
         if system == "paged":
             # Pages are reserved for at most one token ahead; no page is external.
-            yield measured("within", (shares[1:3] / shares[:3].sum() * 100).sum())
+            yield lab.measured("within", (shares[1:3] / shares[:3].sum() * 100).sum())
     batch = dict(zip(names, result.waste.batch.mean(axis=1), strict=True))
     for system, published in FIGURE_BATCHES.items():
-        yield measured(
+        yield lab.measured(
             "batch",
             batch[system],
             published=published,
@@ -258,7 +239,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             why=STEP if system == "paged" else "",
         )
     for other in CLAIMS.published("times"):
-        yield measured("times", batch["paged"] / batch[other], other=other)
+        yield lab.measured("times", batch["paged"] / batch[other], other=other)
 
 
 def metrics(result: Result) -> dict[str, object]:
@@ -272,11 +253,11 @@ def metrics(result: Result) -> dict[str, object]:
         "weights_share": result.weight_bytes / result.memory_bytes,
         "kv_share": result.kv_bytes / result.memory_bytes,
         "token_bytes": result.token_bytes,
-        "systems": to_rows({"system": result.system} | means),
+        "systems": lab.to_rows({"system": result.system} | means),
     }
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of memory use, and of its dependence on the step time."""
     waste = result.waste
     scaled = result.scaled
@@ -321,10 +302,12 @@ def summary(result: Result) -> list[ReportPart]:
     ]
 
 
-def _sheet(title: str, columns: Mapping[str, Sequence[str]], note: str = "") -> Sheet:
+def _sheet(
+    title: str, columns: Mapping[str, Sequence[str]], note: str = ""
+) -> lab.Sheet:
     """Returns a table from columns of text by heading."""
     rows = [*zip(*columns.values(), strict=True)]
-    return Sheet(title, tuple(columns), rows, note)
+    return lab.Sheet(title, tuple(columns), rows, note)
 
 
 def _spreads(rows: PerSeed) -> list[str]:
@@ -335,8 +318,13 @@ def _spreads(rows: PerSeed) -> list[str]:
 
 
 def _seconds(waste: Waste) -> list[str]:
-    return [format_seconds(float(row.mean())) for row in waste.step_s]
+    return [lab.format_seconds(float(row.mean())) for row in waste.step_s]
 
 
 def _counts(rows: np.ndarray) -> list[str]:
     return [f"{row.mean():,.0f}" for row in rows]
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(2, 2, 3.7)
+)

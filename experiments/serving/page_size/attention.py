@@ -6,26 +6,16 @@ checked against float64 and timed alternately. A page that holds a whole sequenc
 no page table lookups, so the remaining overhead is due to the kernel.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import MAX_ERROR, KernelRun, attention_implementations
-from jaxkv import report, validation
-from jaxkv.plotting import (
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-    use_powers_of_two,
-)
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Ints, ResultRecord, ResultTable, column
 from pallas_kernels import bench, devices
 from pallas_kernels.bench import (
     AttentionProblem,
@@ -41,42 +31,35 @@ PAPER_PAGE_SIZE = 16
 CONTIGUOUS = ("XLA head-major", "XLA contiguous", "cuDNN contiguous")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Shapes of a decode step."""
 
-    batches: tuple[int, ...] = (8, 32)
+    batches: lab.AscendingInts = (8, 32)
     """Batch sizes."""
-    contexts: tuple[int, ...] = (64, 128, 256)
+    contexts: lab.AscendingInts = (64, 128, 256)
     """Context lengths in tokens with the new token, ascending."""
-    page_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    page_sizes: lab.AscendingInts = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Token places in a page; ascending."""
-    num_q_heads: int = 40
+    num_q_heads: lab.PositiveInt = 40
     """Query heads; OPT-13B, the model of most of the paper's numbers, has 40."""
-    num_kv_heads: int = 40
+    num_kv_heads: lab.PositiveInt = 40
     """Key and value heads."""
-    head_dim: int = 128
+    head_dim: lab.PositiveInt = 128
     """Elements of a head."""
-    repeats: int = 5
+    repeats: lab.PositiveInt = 5
     """Rounds, each of which times every implementation once."""
-    num_calls: int = 3
+    num_calls: Annotated[int, lab.Range(2)] = 3
     """Calls of a round, of which the median counts."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.ascending(self, "batches", "contexts", "page_sizes", low=1)
-        validation.at_least(self, "num_q_heads", "num_kv_heads", "head_dim", "repeats")
-        validation.at_least(self, "num_calls", low=2)
+        super().__post_init__()
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads!r} must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads!r}"
             )
 
-
-PANELS = (2, 1)
-PANEL_SIZE_INCHES = (6.8, 3.6)
-SWITCH = ("hours", False)
 
 CONFIGS = {
     "smoke": Config(
@@ -96,33 +79,33 @@ CONFIGS = {
 Times = Float[np.ndarray, "rows page_sizes"]
 
 
-class Latency(ResultTable):
+class Latency(lab.ResultTable):
     """Latency of each batch and context size, by page size.
 
     NaN for page sizes that the implementation does not support.
     """
 
-    batch: Ints = column("sequences")
-    context: Ints = column("tokens of each sequence")
-    paged_s: Times = column("attention over pages")
-    contiguous_s: Times = column(
+    batch: lab.Ints = lab.column("sequences")
+    context: lab.Ints = lab.column("tokens of each sequence")
+    paged_s: Times = lab.column("attention over pages")
+    contiguous_s: Times = lab.column(
         "fastest attention over contiguous memory in the rounds of that page size"
     )
-    ratio: Times = column("median over rounds of paged / contiguous")
-    error: Times = column("error of paged attention from float64")
+    ratio: Times = lab.column("median over rounds of paged / contiguous")
+    error: Times = lab.column("error of paged attention from float64")
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Latencies and the device they were measured on."""
 
-    device: str = column("kind of device")
-    clock: str = column("clock, as in `timing.Timing`")
-    paged: str = column("implementation of paged attention")
-    page_size: np.ndarray = column("token places in a page")
-    latency: Latency = column("by batch and context")
+    device: str = lab.column("kind of device")
+    clock: str = lab.column("clock, as in `timing.Timing`")
+    paged: str = lab.column("implementation of paged attention")
+    page_size: np.ndarray = lab.column("token places in a page")
+    latency: Latency = lab.column("by batch and context")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Measures all shapes; if stopped, keeps the finished ones."""
     target = devices.current_target()
     on_gpu = target.platform == "gpu"
@@ -239,11 +222,11 @@ def metrics(result: Result) -> dict[str, Any]:
         | {f"ratio, {usual} / {sizes[-1]}": row["ratio"][column] / row["ratio"][-1]}
         for row in latency.rows()
     ]
-    return report.metrics(result) | {"latency": rows}
+    return lab.metrics(result) | {"latency": rows}
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares the published overhead of pages with the measured one."""
     latency = result.latency
     column = _paper_column(result)
@@ -269,8 +252,8 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         "device": result.device,
         "spread": spread,
     }
-    yield measured("price", float(low), which="where it costs least", **words)
-    yield measured("price", float(high), which="where it costs most", **words)
+    yield lab.measured("price", float(low), which="where it costs least", **words)
+    yield lab.measured("price", float(high), which="where it costs most", **words)
 
 
 DASHES = ("-", "--", ":", "-.")
@@ -294,20 +277,20 @@ def plot(axes: np.ndarray, result: Result) -> None:
         color, mark = looks[batch]
         look = {"linestyle": DASHES[contexts.index(context) % 4], "marker": mark}
         label = f"{batch} x {context}"
-        draw_curve(ratios, result.page_size, row["ratio"], color, label, **look)
+        lab.draw_curve(ratios, result.page_size, row["ratio"], color, label, **look)
     for batch, (color, mark) in looks.items():
         subset = latency.where(batch=batch)
         paged = subset.paged_s[:, column]
         contiguous = subset.contiguous_s[:, column]
         label = f"{batch} sequence{'s' * (batch > 1)}"
-        draw_curve(
+        lab.draw_curve(
             times, subset.context, 1e3 * paged, color, f"{label}, pages", marker=mark
         )
         look = {"linestyle": ":", "marker": mark}
         label = f"{label}, contiguous"
-        draw_curve(times, subset.context, 1e3 * contiguous, color, label, **look)
-    draw_reference_line(ratios, 1, "contiguous")
-    use_powers_of_two(ratios)
+        lab.draw_curve(times, subset.context, 1e3 * contiguous, color, label, **look)
+    lab.draw_reference_line(ratios, 1, "contiguous")
+    lab.use_powers_of_two(ratios)
     title = times_title = "Attention over pages"
     if batches:
         at_size = latency.ratio[:, column]
@@ -322,7 +305,19 @@ def plot(axes: np.ndarray, result: Result) -> None:
         times_title = f"Pages of {size}: at most {max_ms:.3g} ms a step"
         ratios.legend(title="sequences x tokens")
         times.legend()
-    set_labels(ratios, title, "page size [tokens]", "paged / contiguous [ratio]")
-    set_labels(times, times_title, "length of each sequence [tokens]", "time [ms]")
+    lab.set_labels(ratios, title, "page size [tokens]", "paged / contiguous [ratio]")
+    lab.set_labels(times, times_title, "length of each sequence [tokens]", "time [ms]")
     for ax in axes:
         ax.set_ylim(bottom=0)
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    metrics=metrics,
+    panels=lab.Panels(2, 1, 3.6),
+    switch=("hours", False),
+)

@@ -7,4 +7,4 @@ differ only in their unused places.
 
 from experiments.serving.page_size import attention, serving
 
-STUDIES = (attention, serving)
+STUDIES = (attention.STUDY, serving.STUDY)

@@ -5,17 +5,13 @@ memory: the unused places of each sequence's last page. The `attention` study me
 the cost of page table lookups.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.serving.latency_vs_rate import runs, settings
-from jaxkv import scheduling, simulation, validation
-from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, ResultRecord, ResultTable, Texts, column
+from jaxkv import scheduling, simulation
 from jaxkv.simulation import SimulationMember
 
 SLOTS: Mapping[str, int] = {"ShareGPT": 96, "Alpaca": 256}
@@ -25,56 +21,47 @@ OVERLOAD_RATES: Mapping[str, float] = {"ShareGPT": 2.2, "Alpaca": 60.0}
 """Requests/s above the sustained rate, at which memory is full."""
 BEST: Mapping[str, tuple[int, int]] = {"ShareGPT": (16, 128), "Alpaca": (16, 32)}
 """Best page sizes in figure 18b."""
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Page sizes and the load."""
 
-    page_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    page_sizes: lab.AscendingInts = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Token places in a page; ascending."""
-    hours: float = 1 / 3
+    hours: lab.PositiveFloat = 1 / 3
     """Hours of simulated load."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of lengths and arrivals."""
 
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.ascending(self, "page_sizes", low=1)
-        validation.above(self, "hours")
-        validation.at_least(self, "seed", low=0)
-
-
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.6)
-SWITCH = ("hours", True)
 
 CONFIGS = {"paper": Config()}
 
 
-class Serving(ResultTable):
+class Serving(lab.ResultTable):
     """Latency and memory of each load and page size."""
 
-    data: Texts = column("dataset of the lengths")
-    rate: Floats = column("requests/s")
-    page_size: Floats = column("token places in a page")
-    normalised_s: Floats = column(
+    data: lab.Texts = lab.column("dataset of the lengths")
+    rate: lab.Floats = lab.column("requests/s")
+    page_size: lab.Floats = lab.column("token places in a page")
+    normalised_s: lab.Floats = lab.column(
         "mean latency / output tokens; elapsed time for requests without an answer"
     )
-    batch: Floats = column("mean batch size")
-    tokens: Floats = column("share of the memory that holds keys and values")
-    unused: Floats = column("share of the memory in allocated but unused places")
-    preempted: Floats = column("preemptions per request")
+    batch: lab.Floats = lab.column("mean batch size")
+    tokens: lab.Floats = lab.column("share of the memory that holds keys and values")
+    unused: lab.Floats = lab.column(
+        "share of the memory in allocated but unused places"
+    )
+    preempted: lab.Floats = lab.column("preemptions per request")
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Simulated loads."""
 
-    serving: Serving = column("by dataset, rate and page size")
+    serving: Serving = lab.column("by dataset, rate and page size")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Simulates each dataset at two rates; if stopped, keeps the finished ones."""
     page_sizes = config.page_sizes
     seconds = 3600 * config.hours
@@ -124,7 +111,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares latencies and memory use with published and expected ones."""
     places = settings.SERVERS["13B"].num_places
     for data in result.serving.distinct("data"):
@@ -135,7 +122,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         for id, selected in mask_by_id.items():
             if selected.any():
                 slowest = float(latency[selected].max() / latency.min())
-                yield measured(
+                yield lab.measured(
                     id, slowest, rate=LOADED[data], data=data, low=low, high=high
                 )
         rows = result.serving.where(data=data, rate=OVERLOAD_RATES[data])
@@ -145,7 +132,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         tokens = 100 * (rows.tokens - written)
         unused = 100 * (rows.unused + written)
         for i, size in enumerate(rows.page_size.astype(int).tolist()):
-            yield measured(
+            yield lab.measured(
                 "tokens",
                 float(tokens[i]),
                 rate=OVERLOAD_RATES[data],
@@ -154,7 +141,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             )
             if size in (16, 128) and size < law.prompt.mean + law.output.mean:
                 half = 100 * float(rows.batch[i]) * (size + 1) / 2 / places
-                yield measured(
+                yield lab.measured(
                     "half", float(unused[i]), published=half, data=data, size=size
                 )
 
@@ -169,11 +156,11 @@ def plot(axes: np.ndarray, result: Result) -> None:
         if len(rows):
             y = rows.normalised_s
             label = f"{data}, {LOADED[data]:g} requests/s"
-            draw_curve(latency, rows.page_size, y, data, label)
+            lab.draw_curve(latency, rows.page_size, y, data, label)
             bar = [0.85 * y.min()] * 2
             look = {"marker": "", "linewidth": 4}
             label = f"{data}, the paper's best"
-            draw_curve(latency, BEST[data], bar, data, label, alpha=0.5, **look)
+            lab.draw_curve(latency, BEST[data], bar, data, label, alpha=0.5, **look)
             times = y.max() / y.min()
             at = int(rows.page_size[y.argmax()])
             worst = (data, at, times) if times > worst[2] else worst
@@ -181,7 +168,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
         reference = CLAIMS.published("tokens")[data]
         look = {"linestyle": ":", "linewidth": 1, "markersize": 3}
         label = "an earlier simulation" if data == "Alpaca" else ""
-        draw_curve(
+        lab.draw_curve(
             memory,
             [*map(int, reference)],
             [*reference.values()],
@@ -189,7 +176,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
             label,
             **look,
         )
-        draw_curve(memory, rows.page_size, 100 * rows.tokens, data, data)
+        lab.draw_curve(memory, rows.page_size, 100 * rows.tokens, data, data)
         if len(rows) and 100 * rows.tokens.min() < best[2]:
             at = int(rows.page_size[rows.tokens.argmin()])
             best = data, at, 100 * float(rows.tokens.min())
@@ -197,14 +184,25 @@ def plot(axes: np.ndarray, result: Result) -> None:
     title = "Latency by page size"
     if worst[0]:
         title = f"Pages of {worst[1]}: {worst[2]:.0f} times the latency on {worst[0]}"
-    set_labels(latency, title, size, "latency [s/token]", yscale="log")
-    label_log_axis(latency.yaxis)
+    lab.set_labels(latency, title, size, "latency [s/token]", yscale="log")
+    lab.label_log_axis(latency.yaxis)
     title = "A full memory by page size"
     if best[0]:
         title = (
             f"Pages of {best[1]}: tokens fill {best[2]:.0f} % of memory on {best[0]}"
         )
-    set_labels(memory, title, size, "memory with tokens [%]", ylim=(0, 104))
+    lab.set_labels(memory, title, size, "memory with tokens [%]", ylim=(0, 104))
     for ax in axes:
-        use_powers_of_two(ax)
+        lab.use_powers_of_two(ax)
         ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    panels=lab.Panels(1, 2, 3.6),
+    switch=("hours", True),
+)

@@ -4,23 +4,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from experiments import lab
 from experiments.serving.page_tables.frames import Frames
-from jaxkv import plotting
 from jaxkv.memory import NO_PAGE
-from jaxkv.plotting import (
-    BOX_GREY,
-    COPY,
-    GHOST,
-    SMALL_FONT,
-    TEXT_COLOR,
-    Box,
-    draw_frame,
-    draw_rectangle,
-    draw_reference_count,
-    draw_text,
-    fill_stripes,
-    slot_color,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,12 +45,14 @@ def draw_beams(
     """
     for slot, name in enumerate(names):
         middle = y + (slot + 0.5) * _BEAM_HEIGHT
-        color = slot_color(slot)
+        color = lab.slot_color(slot)
         look = {"color": color, "fontweight": "bold"}
-        draw_text(ax, x, middle - 0.07, f"beam {name}", 6.2, **look)
+        lab.draw_text(ax, x, middle - 0.07, f"beam {name}", 6.2, **look)
         following = frames.tokens[i, slot, frames.length[i, slot]]
-        look = {"style": "italic", "color": BOX_GREY}
-        draw_text(ax, x, middle + 0.06, frames.words[following], SMALL_FONT, **look)
+        look = {"style": "italic", "color": lab.BOX_GREY}
+        lab.draw_text(
+            ax, x, middle + 0.06, frames.words[following], lab.SMALL_FONT, **look
+        )
     num_columns = int((frames.page_ids != NO_PAGE).any((0, 1)).sum())
     page_width = (width - _LABEL) / num_columns
     for column in range(num_columns):
@@ -74,14 +62,14 @@ def draw_beams(
             height = _BEAM_HEIGHT * len([*run])
             left = x + _LABEL + column * page_width
             if page != NO_PAGE:
-                box = Box(left, top, page_width - 0.05, height - 0.05)
+                box = lab.Box(left, top, page_width - 0.05, height - 0.05)
                 _draw_page(ax, box, frames, i, page, column)
             top += height
     _draw_pool(ax, x, y + len(names) * _BEAM_HEIGHT + 0.08, frames, i, width)
 
 
 def _draw_page(
-    ax: "Axes", box: Box, frames: Frames, i: int, page: int, column: int
+    ax: "Axes", box: lab.Box, frames: Frames, i: int, page: int, column: int
 ) -> None:
     """Draws a physical page across the rows of its beams."""
     slots = frames.owners(i, page)
@@ -89,19 +77,21 @@ def _draw_page(
     size = frames.held.shape[2]
     for k, slot in enumerate(slots):
         band = box._replace(y=box.y + k * height, height=height)
-        draw_rectangle(
-            ax, band, facecolor=plotting.lighten(slot_color(slot)), linewidth=0
+        lab.draw_rectangle(
+            ax, band, facecolor=lab.lighten(lab.slot_color(slot)), linewidth=0
         )
-    draw_frame(ax, box, slots)
+    lab.draw_frame(ax, box, slots)
     # Places beyond the length hold tokens of the page's last owner.
     held = frames.held[i, page, : frames.filled(i, slots[0])[column]]
     newest = int(frames.length[i, slots[0]]) - 1 - column * size
     y = box.y + box.height / 2 - (len(held) - 1) / 2 * _TEXT_LINE
     for k, word in enumerate(frames.words_of(held)):
         weight = "bold" if k == newest else "normal"
-        draw_text(ax, box.x + 0.03, y + k * _TEXT_LINE, word, 5.3, fontweight=weight)
-    look = {"fontweight": "bold", "ha": "right", "va": "top", "color": BOX_GREY}
-    draw_text(ax, box.x + box.width - 0.03, box.y + 0.03, str(page), 5.6, **look)
+        lab.draw_text(
+            ax, box.x + 0.03, y + k * _TEXT_LINE, word, 5.3, fontweight=weight
+        )
+    look = {"fontweight": "bold", "ha": "right", "va": "top", "color": lab.BOX_GREY}
+    lab.draw_text(ax, box.x + box.width - 0.03, box.y + 0.03, str(page), 5.6, **look)
 
 
 def _draw_pool(
@@ -112,24 +102,24 @@ def _draw_pool(
     num = sum(used)
     width = (total - _LABEL - (len(used) - num) * _THIN) / num
     for label, line in (("pool", y + 0.1), ("uses", y + 0.32)):
-        draw_text(ax, x, line, label, SMALL_FONT, color=BOX_GREY)
+        lab.draw_text(ax, x, line, label, lab.SMALL_FONT, color=lab.BOX_GREY)
     left = x + _LABEL
     for page, is_used in enumerate(used):
-        box = Box(left, y, (width if is_used else _THIN) - 0.05, 0.2)
+        box = lab.Box(left, y, (width if is_used else _THIN) - 0.05, 0.2)
         left += box.width + 0.05
         count = int(frames.ref[i, page])
         owners = frames.owners(i, page)
-        fill_stripes(ax, box, owners)
-        draw_frame(ax, box, owners)
+        lab.fill_stripes(ax, box, owners)
+        lab.draw_frame(ax, box, owners)
         if not is_used:
             continue
         middle = box.x + box.width / 2
-        color = TEXT_COLOR if count else GHOST
-        draw_text(ax, middle, y + 0.1, str(page), 6, color=color, ha="center")
+        color = lab.TEXT_COLOR if count else lab.GHOST
+        lab.draw_text(ax, middle, y + 0.1, str(page), 6, color=color, ha="center")
         before = int(frames.ref[i - 1, page]) if i else count
         if count:
-            draw_reference_count(ax, middle, y + 0.32, before, count)
+            lab.draw_reference_count(ax, middle, y + 0.32, before, count)
         else:
             change = f"{before}→0" if before else "free"
-            color = COPY if before else GHOST
-            draw_text(ax, middle, y + 0.32, change, 5.4, color=color, ha="center")
+            color = lab.COPY if before else lab.GHOST
+            lab.draw_text(ax, middle, y + 0.32, change, 5.4, color=color, ha="center")

@@ -7,11 +7,10 @@ values are read from the engine between two steps: tables and counts from its st
 words in physical pages from the cached keys.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import SentenceLanguage
 from experiments.serving.page_tables import drawing
 from experiments.serving.page_tables.frames import (
@@ -20,8 +19,6 @@ from experiments.serving.page_tables.frames import (
     FrameRequest,
     Frames,
 )
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column, field_values
 from jaxkv.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -64,34 +61,26 @@ boundary twice, after which all four continue beams 1 and 2, as in the paper's f
 9."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Seed of the sampled words."""
 
-    seed: int = 5
+    seed: Annotated[int, lab.Range(0, 2**64 - 1)] = 5
     """Seed of the parallel samples; with some seeds, both choose the same word."""
 
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed={self.seed!r} must be in [0, 2**64)")
-
-
-PANEL_SIZE_INCHES = drawing.SIZE_INCHES
 
 CONFIGS = {"smoke": Config()}
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Frames of the 4 scenes."""
 
-    one: Frames = column("one request")
-    two: Frames = column("two requests")
-    samples: Frames = column("two samples of one prompt")
-    beams: Frames = column("beams of one prompt")
+    one: Frames = lab.column("one request")
+    two: Frames = lab.column("two requests")
+    samples: Frames = lab.column("two samples of one prompt")
+    beams: Frames = lab.column("beams of one prompt")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Records the scenes."""
     language = SentenceLanguage(PUBLISHED_SENTENCES, MAX_LENGTH)
     recorder = FrameRecorder(language, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
@@ -189,7 +178,7 @@ def metrics(result: Result) -> dict[str, object]:
             }
             for i, caption in enumerate(frames.caption)
         ]
-        for name, frames in field_values(result).items()
+        for name, frames in lab.field_values(result).items()
     }
 
 
@@ -214,8 +203,8 @@ PUBLISHED_TABLES = {
 beams, with their reference counts."""
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares the tables of the frames with those of the published figures."""
     samples = result.samples
     beams = result.beams
@@ -234,9 +223,11 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             len(reference.items() & subset.items()) if [*reference] == [*subset] else 0
             for reference, subset in zip(published, rows_by_id[id], strict=True)
         )
-        yield measured(id, equal, published=sum(map(len, published)))
+        yield lab.measured(id, equal, published=sum(map(len, published)))
     written = [beams.pages(3, slot)[-1] for slot in range(BEAM_WIDTH)]
-    yield measured("unused", sum(beams.ref[:3, page].max() == 0 for page in written))
+    yield lab.measured(
+        "unused", sum(beams.ref[:3, page].max() == 0 for page in written)
+    )
 
 
 def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:
@@ -249,3 +240,14 @@ def _row(frames: Frames, frame: int, slot: int) -> dict[int, int]:
 def _uses(frames: Frames, frame: int) -> dict[int, int]:
     """Returns pages in use with their reference counts."""
     return {page: int(n) for page, n in enumerate(frames.ref[frame]) if n}
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    metrics=metrics,
+    panels=lab.Panels(1, 1, *drawing.SIZE_INCHES[::-1]),
+)

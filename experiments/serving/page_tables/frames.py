@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
+from experiments import lab
 from experiments.harness import (
     SentenceLanguage,
     SentenceModel,
@@ -19,7 +20,6 @@ from experiments.harness import (
 from jaxkv.engine import EngineState
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import DEFAULT_LAYOUT, NO_PAGE, Pages, make_pool, raise_if_violated
-from jaxkv.report import ResultRecord, Texts, column
 from jaxkv.sampling import Sampling
 
 MAX_LENGTH = 24
@@ -28,18 +28,20 @@ PerSlot = Int[np.ndarray, "frames slots columns"]
 PerPlace = Int[np.ndarray, "frames pages page_size"]
 
 
-class Frames(ResultRecord):
+class Frames(lab.ResultRecord):
     """Engine states as arrays with a leading axis of frames."""
 
-    caption: Texts = column("text of the frame")
-    words: Texts = column("word of each token: [vocab]")
-    tokens: PerSlot = column("prompt and answer so far, -1 beyond")
-    page_ids: PerSlot = column("page table")
-    length: Int[np.ndarray, "frames slots"] = column("tokens with K and V written")
-    ref: Int[np.ndarray, "frames pages"] = column("reference count of each page")
-    held: PerPlace = column("tokens read from the keys, -1 for places never written")
-    place: PerPlace = column("positions of these tokens, read from the values")
-    copied: Int[np.ndarray, "frames pages"] = column(
+    caption: lab.Texts = lab.column("text of the frame")
+    words: lab.Texts = lab.column("word of each token: [vocab]")
+    tokens: PerSlot = lab.column("prompt and answer so far, -1 beyond")
+    page_ids: PerSlot = lab.column("page table")
+    length: Int[np.ndarray, "frames slots"] = lab.column("tokens with K and V written")
+    ref: Int[np.ndarray, "frames pages"] = lab.column("reference count of each page")
+    held: PerPlace = lab.column(
+        "tokens read from the keys, -1 for places never written"
+    )
+    place: PerPlace = lab.column("positions of these tokens, read from the values")
+    copied: Int[np.ndarray, "frames pages"] = lab.column(
         "source of a page that was copied in this frame, or -1; always -1 for beams, "
         "whose slots also map pages of other beams"
     )

@@ -9,4 +9,4 @@ recomputed share is recomputed tokens / computed tokens.
 
 from experiments.serving.preemption import measurement, simulation
 
-STUDIES = (measurement, simulation)
+STUDIES = (measurement.STUDY, simulation.STUDY)

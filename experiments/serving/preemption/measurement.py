@@ -5,13 +5,12 @@ memory differ. All requests arrive at 0 s. The model's own end token is ignored,
 output lengths are as requested.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import (
     PromptRequest,
     RaggedConfig,
@@ -25,18 +24,8 @@ from experiments.serving.preemption.serving import (
     PreemptionSettings,
     Servings,
 )
-from jaxkv import plotting, validation
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel
-from jaxkv.plotting import (
-    draw_curve,
-    label_log_axis,
-    set_labels,
-    system_style,
-    use_powers_of_two,
-)
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, ResultRecord, column, field_values
 from jaxkv.scheduling import Victim
 
 if TYPE_CHECKING:
@@ -48,7 +37,6 @@ of ShareGPT's mean lengths: 1,024 requests at 1.9 requests/s, 983 pages, of whic
 and 128 are kept free."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(RaggedConfig):
     """The requests, and the memory that serves them."""
 
@@ -60,44 +48,30 @@ class Config(RaggedConfig):
     """Standard deviation of the logarithm of both lengths."""
     max_slots: int = 16
     """Largest number of sequences that run at once."""
-    pool_share: float = 0.4
+    pool_share: Annotated[float, lab.Range(0, 1, "(]")] = 0.4
     """Pages in the pool, as a share of the pages of the `max_slots` longest requests at
     their end."""
-    pool_shares: tuple[float, ...] = (0.5, 0.3, 0.2)
+    pool_shares: Annotated[tuple[float, ...], lab.Range(0, 1, "(]")] = (0.5, 0.3, 0.2)
     """Further pool sizes, as shares."""
-    watermark_shares: tuple[float, ...] = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+    watermark_shares: lab.Shares = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
     """Watermarks: pages kept free at admission, as shares of the pool."""
-    swap_shares: tuple[float, ...] = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    swap_shares: lab.Shares = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
     """Sizes of the swap space in pages, as shares of the pool."""
-    host_share: float = 1 / 8
+    host_share: Annotated[float, lab.Range(0, 1, "(]")] = 1 / 8
     """Pages of the device buffer when host memory is used, as a share of the pool."""
-    host_shares: tuple[float, ...] = (0.0, 1 / 16, 1.0)
+    host_shares: lab.Shares = (0.0, 1 / 16, 1.0)
     """Pages of swap space in host memory, as shares of the pool."""
-    repeats: int = 3
+    repeats: lab.PositiveInt = 3
     """Servings of each timed setting."""
-    move_tokens: int = 512
+    move_tokens: lab.PositiveInt = 512
     """Tokens of the single request that is restored."""
-    page_sizes: tuple[int, ...] = (1, 4, 16, 64)
+    page_sizes: lab.PositiveInts = (1, 4, 16, 64)
     """Page sizes at which it is restored."""
-    move_repeats: int = 30
+    move_repeats: lab.PositiveInt = 30
     """Measurements of the restored request."""
     numerics: Literal["fast", "reproducible"] = "reproducible"
     """Numerics: "reproducible" makes answers independent of preemption."""
 
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        super().__post_init__()
-        validation.at_least(self, "repeats", "move_tokens", "move_repeats")
-        validation.at_least(self, "page_sizes")
-        shares = ("pool_share", "host_share", "pool_shares")
-        validation.within(self, *shares, low=0, high=1, ends="(]")
-        shares = ("watermark_shares", "swap_shares", "host_shares")
-        validation.within(self, *shares, low=0, high=1)
-
-
-PANELS = (4, 1)
-PANEL_SIZE_INCHES = (6.8, 2.9)
-SWITCH = ("simulated_requests", False)
 
 CONFIGS = {
     "real": Config(),
@@ -122,19 +96,23 @@ CONFIGS = {
 }
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Servings of the same requests under many settings, and times of one restore."""
 
-    ways: Servings = column("without preemption; with recomputation and with swapping")
-    victims: Servings = column("by rule that selects the victim")
-    watermarks: Servings = column("by pages kept free at admission")
-    pools: Servings = column("by pool size")
-    spaces: Servings = column("by swap space on the device")
-    hosts: Servings = column("by swap space in host memory, with a small device buffer")
-    moves: RestoreTimes = column("times to restore one request")
+    ways: Servings = lab.column(
+        "without preemption; with recomputation and with swapping"
+    )
+    victims: Servings = lab.column("by rule that selects the victim")
+    watermarks: Servings = lab.column("by pages kept free at admission")
+    pools: Servings = lab.column("by pool size")
+    spaces: Servings = lab.column("by swap space on the device")
+    hosts: Servings = lab.column(
+        "by swap space in host memory, with a small device buffer"
+    )
+    moves: RestoreTimes = lab.column("times to restore one request")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Serves all settings; if stopped, keeps the finished ones."""
     longest = max(config.longest, config.move_tokens + 1)
     model = load_text_model(config.model, max_length=longest)
@@ -236,28 +214,28 @@ def cut_prompts(
     return requests, max(candidates, key=lambda request: len(request.tokens))
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Judges the parts that were served."""
     ways = result.ways
-    served = [x for x in field_values(result).values() if isinstance(x, Servings)]
+    served = [x for x in lab.field_values(result).values() if isinstance(x, Servings)]
     if len(ways) > 1:
         different = sum(x.num_different.sum() for x in served)
-        yield measured("alike", different, num=sum(map(len, served)))
+        yield lab.measured("alike", different, num=sum(map(len, served)))
     roomy = [
         x.at((x.preemption == "swap") & (x.swap_pages >= x.pool_pages)) for x in served
     ]
     if any(map(len, roomy)):
-        yield measured("roomy", sum(x.num_recomputed.sum() for x in roomy))
+        yield lab.measured("roomy", sum(x.num_recomputed.sum() for x in roomy))
     held = [x.where(hold_new=True) for x in served]
     if any(map(len, held)):
-        yield measured("held", sum(x.num_overtaken.sum() for x in held))
+        yield lab.measured("held", sum(x.num_overtaken.sum() for x in held))
     none = result.spaces.where(swap_pages=0)
     plain = ways.where(name="recompute")
     if len(none) and len(plain):
         lost = none.num_recomputed[0]
         reference = float(plain.num_recomputed[0])
-        yield measured("left_end", lost, published=reference)
+        yield lab.measured("left_end", lost, published=reference)
     for share, published in SIMULATED_SHARES.items():
         marks = result.watermarks
         selected = marks.at(
@@ -266,7 +244,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         if len(selected):
             percent = 100 * selected.recomputed_share[0]
             reference = 100 * published
-            yield measured(
+            yield lab.measured(
                 "watermark",
                 percent,
                 published=reference,
@@ -276,15 +254,15 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     again = result.pools.where(preemption="recompute")
     if len(again):
         max_percent = 100 * again.recomputed_share.max()
-        yield measured("smallest_pool", max_percent, pages=again.pool_pages.min())
+        yield lab.measured("smallest_pool", max_percent, pages=again.pool_pages.min())
     again = result.victims.where(preemption="recompute")
     latest = again.where(victim="latest").recomputed_share
     if len(latest) and len(again) > 1:
         saved = 1 - again.recomputed_share.min() / max(latest[0], 1e-9)
-        yield measured("victims", saved, num=len(again))
+        yield lab.measured("victims", saved, num=len(again))
     again, swap = (ways.where(name=x) for x in ("recompute", "swap"))
     if len(again) and len(swap):
-        yield measured(
+        yield lab.measured(
             "end_to_end", np.median(again.duration_s[0] / swap.duration_s[0])
         )
     moves = result.moves
@@ -295,15 +273,15 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         np.median(x, axis=1) for x in (moves.recompute_s, moves.swap_through_host_s)
     )
     words = {"low": sizes.min(), "high": sizes.max()}
-    yield measured("reading", again.max() / again.min(), **words)
+    yield lab.measured("reading", again.max() / again.min(), **words)
     # The smallest page size above 1, if there is one.
     small = np.where(sizes > 1, sizes, 2**30).argmin()
     words = {"low": sizes[small], "high": sizes.max()}
-    yield measured("small_pages", swap[small] / swap[sizes.argmax()], **words)
-    yield measured("a_fifth", (again / swap).max())
+    yield lab.measured("small_pages", swap[small] / swap[sizes.argmax()], **words)
+    yield lab.measured("a_fifth", (again / swap).max())
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of all settings; parts that were not served are left out."""
     ways = result.ways
     moves = result.moves
@@ -354,14 +332,14 @@ def _draw_ways(ax: "Axes", ways: Servings) -> None:
     for i, row in enumerate(ways.rows()):
         fed = row["num_fed"] / 1000
         again = row["num_recomputed"] / 1000
-        color = system_style(names[i]).color
+        color = lab.system_style(names[i]).color
         ax.barh(i, fed - again, 0.66, color=color)
         ax.barh(i, again, 0.66, left=fed - again, color=color, **again_look)
         text = f"{row['steps']:,} steps, {row['duration_s']:.1f} s"
         if again:
             shares[names[i]] = 100 * row["recomputed_share"]
             text += f", {shares[names[i]]:.0f} % again"
-        plotting.annotate(ax, text, (fed, i), (4, 0), va="center_baseline")
+        lab.annotate(ax, text, (fed, i), (4, 0), va="center_baseline")
     for label, look in (("computed once", {}), ("computed again", again_look)):
         ax.fill_between([], [], label=label, facecolor="0.45", **look)
     ax.set_yticks(range(len(names)), names)
@@ -375,7 +353,7 @@ def _draw_ways(ax: "Axes", ways: Servings) -> None:
         title = f"Too small a pool: {name} computes {shares[name]:.0f} % of the tokens "
         title += "again"
         ax.legend()
-    set_labels(ax, title, "tokens computed [thousands]", "")
+    lab.set_labels(ax, title, "tokens computed [thousands]", "")
 
 
 AGAIN = "computed again [% of tokens]"
@@ -387,13 +365,13 @@ def _draw_watermarks(ax: "Axes", watermarks: Servings, victims: Servings) -> Non
     reference = [(100 * x, 100 * y) for x, y in SIMULATED_SHARES.items()]
     look = {"linestyle": ":", "linewidth": 1}
     label = "an earlier simulation of ShareGPT"
-    draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
+    lab.draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
     if len(watermarks):
         x = 100 * watermarks.watermark_share
         y = 100 * watermarks.recomputed_share
-        draw_curve(ax, x, y, "recompute", "latest is preempted")
+        lab.draw_curve(ax, x, y, "recompute", "latest is preempted")
         for at in zip(x, y, watermarks.steps.tolist(), strict=True):
-            plotting.annotate(ax, f"{at[2]:,} steps", at[:2], (6, 3))
+            lab.annotate(ax, f"{at[2]:,} steps", at[:2], (6, 3))
         ax.set_xlim(-3, 1.22 * max(x.max(), 1))
         title = (
             f"Keeping {x[-1]:.0f} % of the pool free cuts tokens computed again from "
@@ -404,9 +382,9 @@ def _draw_watermarks(ax: "Axes", watermarks: Servings, victims: Servings) -> Non
         y = 100 * again.recomputed_share
         name = again.victim[int(y.argmin())].replace("_", " ")
         look = {"linestyle": "", "markersize": 7}
-        draw_curve(ax, [0], [y.min()], name, f"{name} is preempted", **look)
+        lab.draw_curve(ax, [0], [y.min()], name, f"{name} is preempted", **look)
     ax.set_ylim(0, 1.15 * max(ax.get_ylim()[1], 1))
-    set_labels(ax, title, "kept free [% of the pool]", AGAIN)
+    lab.set_labels(ax, title, "kept free [% of the pool]", AGAIN)
     ax.legend()
 
 
@@ -421,19 +399,19 @@ def _draw_spaces(ax: "Axes", spaces: Servings, hosts: Servings) -> None:
         y = 100 * servings.recomputed_share
         pages = " or ".join(f"{num:,}" for num in servings.host_pages.tolist())
         if len(servings):
-            draw_curve(ax, x, y, system, label.format(pages), linestyle=line)
+            lab.draw_curve(ax, x, y, system, label.format(pages), linestyle=line)
     rows = zip(100 * spaces.swap_share, 100 * spaces.recomputed_share, strict=True)
     for i, at in enumerate(rows):
         label = f"{spaces.num_fallbacks[i]} of {spaces.num_preempted[i]}"
         label += " found no room" if i == 0 else ""
         look = {"ha": "right"} if at[0] >= 99 else {}
-        plotting.annotate(ax, label, at, (6 if at[0] < 99 else 0, 4), **look)
+        lab.annotate(ax, label, at, (6 if at[0] < 99 else 0, 4), **look)
     top = 100 * spaces.recomputed_share.max(initial=0.0)
     title = "Room of the swap buffer"
     enough = 100 * spaces.swap_share[spaces.recomputed_share <= 0]
     if len(enough):
         title = f"A buffer of {enough.min():.0f} % of the pool avoids recomputation"
-    set_labels(ax, title, "swap buffer [% of the pool]", AGAIN)
+    lab.set_labels(ax, title, "swap buffer [% of the pool]", AGAIN)
     ax.set(xlim=(-4, 106), ylim=(0, max(1.15 * top, 1)), xticks=range(0, 101, 25))
     if len(spaces):
         ax.legend()
@@ -444,7 +422,7 @@ def _draw_moves(ax: "Axes", moves: RestoreTimes) -> None:
     x = "page size [tokens]"
     y = "time [ms]"
     if not len(moves):
-        set_labels(ax, "Restoring one request: not measured in this run", x, y)
+        lab.set_labels(ax, "Restoring one request: not measured in this run", x, y)
         return
     sizes = moves.page_size.tolist()
     medians = {}
@@ -454,14 +432,26 @@ def _draw_moves(ax: "Axes", moves: RestoreTimes) -> None:
         ("swap from a device buffer", moves.swap_s, "swap"),
     ):
         medians[label] = 1000 * np.median(values, axis=1)
-        draw_curve(ax, sizes, medians[label], system, label)
+        lab.draw_curve(ax, sizes, medians[label], system, label)
     last = [x[-1] for x in medians.values()]
     title = f"Swapping restores {moves.num_tokens[0]:,} tokens "
     title += f"{last[0] / last[-1]:,.0f} times sooner than recomputation"
     if sizes[0] == 1:
         title += " (pages of 1: XLA copies the pool)"
-    use_powers_of_two(ax)
-    set_labels(ax, title, x, y, yscale="log", xticks=sizes)
-    label_log_axis(ax.yaxis)
+    lab.use_powers_of_two(ax)
+    lab.set_labels(ax, title, x, y, yscale="log", xticks=sizes)
+    lab.label_log_axis(ax.yaxis)
     ax.minorticks_off()
     ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    panels=lab.Panels(4, 1, 2.9),
+    switch=("simulated_requests", False),
+)

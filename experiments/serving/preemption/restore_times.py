@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from experiments import lab
 from experiments.harness import PromptRequest, make_benchmark_config, time_call
 from jaxkv import engine, memory, scheduling
 from jaxkv.clock import from_seconds
@@ -34,8 +35,6 @@ from jaxkv.memory import (
     make_table,
 )
 from jaxkv.models import LoadedModel, PagedForward, make_model_pages
-from jaxkv.progress import Progress
-from jaxkv.report import Ints, ResultTable, column, computed_column
 from jaxkv.sampling import Sampling
 from jaxkv.serving import LOCAL, HostSpace, make_requests
 
@@ -46,30 +45,30 @@ POOL_TOKENS = 4096
 Times = Float[np.ndarray, "rows repeats"]
 
 
-class RestoreTimes(ResultTable):
+class RestoreTimes(lab.ResultTable):
     """Times to restore one request by page size."""
 
-    page_size: Ints = column("token places in a page")
-    num_tokens: Ints = column("tokens of the request")
-    num_bytes: Ints = column("bytes of its K and V", key="kv_bytes")
-    recompute_s: Times = column("prefill of the tokens", of=np.median)
-    out_s: Times = column("pool to device buffer", heading="out", of=np.median)
-    in_s: Times = column("device buffer to pool", heading="in", of=np.median)
-    host_out_s: Times = column(
+    page_size: lab.Ints = lab.column("token places in a page")
+    num_tokens: lab.Ints = lab.column("tokens of the request")
+    num_bytes: lab.Ints = lab.column("bytes of its K and V", key="kv_bytes")
+    recompute_s: Times = lab.column("prefill of the tokens", of=np.median)
+    out_s: Times = lab.column("pool to device buffer", heading="out", of=np.median)
+    in_s: Times = lab.column("device buffer to pool", heading="in", of=np.median)
+    host_out_s: Times = lab.column(
         "device buffer to host memory", heading="to host", of=np.median
     )
-    host_in_s: Times = column(
+    host_in_s: Times = lab.column(
         "host memory to device buffer", heading="from host", of=np.median
     )
 
     @property
-    @computed_column(heading="swap", of=np.median)
+    @lab.computed_column(heading="swap", of=np.median)
     def swap_s(self) -> Times:
         """Swap out and in through the device buffer."""
         return self.out_s + self.in_s
 
     @property
-    @computed_column(heading="swap through host", of=np.median)
+    @lab.computed_column(heading="swap through host", of=np.median)
     def swap_through_host_s(self) -> Times:
         """Swap out and in through host memory."""
         return self.swap_s + self.host_out_s + self.host_in_s
@@ -82,7 +81,7 @@ def time_restores(
     *,
     repeats: int,
     numerics: Literal["fast", "reproducible"],
-    progress: Progress,
+    progress: lab.Progress,
 ) -> RestoreTimes:
     """Times restores for each page size; if stopped, keeps the finished ones.
 

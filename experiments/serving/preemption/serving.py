@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from experiments import lab
 from experiments.harness import PromptRequest, Server, make_engine
 from jaxkv import scheduling
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel
-from jaxkv.progress import Progress
-from jaxkv.report import Floats, Ints, ResultTable, Texts, column, computed_column
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import FCFS, Counts, Plan, Victim
 
@@ -37,66 +36,72 @@ class PreemptionSetting(NamedTuple):
 Times = Float[np.ndarray, "rows repeats"]
 
 
-class Servings(ResultTable):
+class Servings(lab.ResultTable):
     """Counts and times of each setting."""
 
-    name: Texts = column("name in reports", heading="setting")
-    pool_pages: Ints = column("pages of the pool")
-    preemption: Texts = column('"recompute" or "swap"')
-    hold_new: Bool[np.ndarray, " rows"] = column(
+    name: lab.Texts = lab.column("name in reports", heading="setting")
+    pool_pages: lab.Ints = lab.column("pages of the pool")
+    preemption: lab.Texts = lab.column('"recompute" or "swap"')
+    hold_new: Bool[np.ndarray, " rows"] = lab.column(
         "True if new requests wait until all preempted ones have completed"
     )
-    victim: Texts = column("rule for victims, a name of `victims.VICTIM_NAMES`")
-    watermark: Ints = column("pages kept free at admission", heading="pages kept free")
-    swap_pages: Ints = column("pages of the device buffer", heading="buffer, pages")
-    host_pages: Ints = column("pages of the host memory", heading="host, pages")
-    num_preempted: Ints = column("preemptions", heading="preempted")
-    num_returned: Ints = column("restores with pages")
-    pages_moved: Ints = column("pages swapped by restored requests, out and in")
-    num_fed: Ints = column("tokens fed")
-    num_recomputed: Ints = column("tokens lost by requests restored without pages")
-    num_overtaken: Ints = column(
+    victim: lab.Texts = lab.column("rule for victims, a name of `victims.VICTIM_NAMES`")
+    watermark: lab.Ints = lab.column(
+        "pages kept free at admission", heading="pages kept free"
+    )
+    swap_pages: lab.Ints = lab.column(
+        "pages of the device buffer", heading="buffer, pages"
+    )
+    host_pages: lab.Ints = lab.column("pages of the host memory", heading="host, pages")
+    num_preempted: lab.Ints = lab.column("preemptions", heading="preempted")
+    num_returned: lab.Ints = lab.column("restores with pages")
+    pages_moved: lab.Ints = lab.column("pages swapped by restored requests, out and in")
+    num_fed: lab.Ints = lab.column("tokens fed")
+    num_recomputed: lab.Ints = lab.column(
+        "tokens lost by requests restored without pages"
+    )
+    num_overtaken: lab.Ints = lab.column(
         "first admissions while a preempted request had not completed"
     )
-    steps: Ints = column("steps with a running request")
-    num_swapped_out: Ints = column("preemptions that kept their pages")
-    num_different: Ints = column(
+    steps: lab.Ints = lab.column("steps with a running request")
+    num_swapped_out: lab.Ints = lab.column("preemptions that kept their pages")
+    num_different: lab.Ints = lab.column(
         "answers that differ from those without preemption",
         heading="other answers",
     )
-    duration_s: Times = column(
+    duration_s: Times = lab.column(
         "until the host has the last token of all requests", of=np.median
     )
-    mean_latency_s: Times = column(
+    mean_latency_s: Times = lab.column(
         "until the host has each request's last token", of=np.median
     )
-    p95_latency_s: Times = column("P95 of that latency", of=np.median)
+    p95_latency_s: Times = lab.column("P95 of that latency", of=np.median)
 
     @property
-    @computed_column(heading="found no room")
-    def num_fallbacks(self) -> Ints:
+    @lab.computed_column(heading="found no room")
+    def num_fallbacks(self) -> lab.Ints:
         """Preemptions that lost their pages at once."""
         return self.num_preempted - self.num_swapped_out
 
     @property
-    @computed_column(heading="computed again")
-    def recomputed_share(self) -> Floats:
+    @lab.computed_column(heading="computed again")
+    def recomputed_share(self) -> lab.Floats:
         """Recomputed tokens / computed tokens."""
         return self.num_recomputed / np.maximum(self.num_fed, 1)
 
     @property
-    def seconds(self) -> Texts:
+    def seconds(self) -> lab.Texts:
         """Durations as text: median (lowest-highest)."""
         quantiles = (np.quantile(x, (0, 0.5, 1)) for x in self.duration_s)
         return np.array([f"{b:.2f} ({a:.2f}-{c:.2f})" for a, b, c in quantiles])
 
     @property
-    def watermark_share(self) -> Floats:
+    def watermark_share(self) -> lab.Floats:
         """Pages kept free, as a share of the pool."""
         return self.watermark / self.pool_pages
 
     @property
-    def swap_share(self) -> Floats:
+    def swap_share(self) -> lab.Floats:
         """Pages of the buffer, as a share of the pool."""
         return self.swap_pages / self.pool_pages
 
@@ -134,7 +139,7 @@ def serve_settings(
     model: LoadedModel,
     requests: list[PromptRequest],
     cases: Iterable[tuple[str, str, int, PreemptionSettings]],
-    progress: Progress,
+    progress: lab.Progress,
 ) -> dict[str, Servings]:
     """Serves all requests under each setting; the first has no preemption.
 

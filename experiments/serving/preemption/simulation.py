@@ -5,28 +5,15 @@ determine the recomputed share. The cost of swapping depends on the page size, b
 every page needs separate transfers of K and V in every layer.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.serving.latency_vs_rate import runs, settings
-from jaxkv import scheduling, simulation, validation
-from jaxkv.plotting import draw_curve, label_log_axis, set_labels, use_powers_of_two
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Texts,
-    column,
-    computed_column,
-)
+from jaxkv import scheduling, simulation
 from jaxkv.scheduling import Victim
 from jaxkv.simulation import SimulationMember
 from jaxkv.workloads import Workload, open_loop
@@ -56,63 +43,59 @@ LAUNCH_S = 4e-6
 """Fixed time of a transfer, chosen here."""
 NUM_TOKENS = 512
 """Tokens of the restored sequence."""
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """The load."""
 
-    simulated_requests: int = 1024
+    simulated_requests: lab.PositiveInt = 1024
     """Number of requests."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """First seed of lengths and arrivals."""
 
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "simulated_requests")
-        validation.at_least(self, "seed", low=0)
-
-
-PANELS = (2, 2)
-PANEL_SIZE_INCHES = (3.4, 3.7)
-SWITCH = ("simulated_requests", True)
 
 CONFIGS = {"paper": Config()}
 
 
-class SimulatedServings(ResultTable):
+class SimulatedServings(lab.ResultTable):
     """Preemptions and latency of each simulated setting."""
 
-    study: Texts = column('"victims" (with watermarks) or "pages" (with preemption)')
-    victim: Texts = column("rule for victims")
-    watermark: Ints = column("pages kept free at admission", heading="pages kept free")
-    preemption: Texts = column("one of `PREEMPTIONS`")
-    page_size: Ints = column("token places in a page")
-    rate: Floats = column("requests/s")
-    seed: Ints = column("seed of lengths and arrivals")
-    num_preempted: Ints = column("preemptions", heading="preempted")
-    recomputed_share: Floats = column("share of all tokens", heading="computed again")
-    normalised_s: Floats = column("latency in s/token", heading="a token")
-    moved_bytes: Floats = column("bytes over the bus, both ways")
+    study: lab.Texts = lab.column(
+        '"victims" (with watermarks) or "pages" (with preemption)'
+    )
+    victim: lab.Texts = lab.column("rule for victims")
+    watermark: lab.Ints = lab.column(
+        "pages kept free at admission", heading="pages kept free"
+    )
+    preemption: lab.Texts = lab.column("one of `PREEMPTIONS`")
+    page_size: lab.Ints = lab.column("token places in a page")
+    rate: lab.Floats = lab.column("requests/s")
+    seed: lab.Ints = lab.column("seed of lengths and arrivals")
+    num_preempted: lab.Ints = lab.column("preemptions", heading="preempted")
+    recomputed_share: lab.Floats = lab.column(
+        "share of all tokens", heading="computed again"
+    )
+    normalised_s: lab.Floats = lab.column("latency in s/token", heading="a token")
+    moved_bytes: lab.Floats = lab.column("bytes over the bus, both ways")
 
 
-class RestoreCosts(ResultTable):
+class RestoreCosts(lab.ResultTable):
     """Times to restore a single request by page size."""
 
-    page_size: Ints = column("token places in a page")
-    num_tokens: Ints = column("tokens of the request")
-    recompute_s: Floats = column("recomputation")
-    swap_s: Floats = column("swapping out and in")
+    page_size: lab.Ints = lab.column("token places in a page")
+    num_tokens: lab.Ints = lab.column("tokens of the request")
+    recompute_s: lab.Floats = lab.column("recomputation")
+    swap_s: lab.Floats = lab.column("swapping out and in")
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Simulated settings."""
 
-    simulated: SimulatedServings = column("by setting")
+    simulated: SimulatedServings = lab.column("by setting")
 
     @property
-    @computed_column(heading=f"{NUM_TOKENS} tokens brought back")
+    @lab.computed_column(heading=f"{NUM_TOKENS} tokens brought back")
     def bring_back(self) -> RestoreCosts:
         """Times to restore a single request, calculated."""
         sizes = PAGE_SIZES
@@ -182,7 +165,7 @@ def list_settings(seed: int) -> list[SimulatedSetting]:
     ]
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Simulates every setting."""
     law = settings.DATASETS["ShareGPT"]
     num = config.simulated_requests
@@ -232,7 +215,7 @@ def _member(load: Workload, setting: SimulatedSetting) -> SimulationMember:
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Judges watermarks, rules for victims, and swapping against recomputation."""
     servings = result.simulated
     latest = servings.where(study="victims", victim="latest")
@@ -246,7 +229,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
             words: dict[str, Any] = {"mark": mark, "low": low, "high": high}
             words["differs"] = True
             half_range = max(high - mean, mean - low)
-            yield measured(id, mean, tolerance=half_range, num=len(selected), **words)
+            yield lab.measured(
+                id, mean, tolerance=half_range, num=len(selected), **words
+            )
     rules = _first(servings.where(study="victims", watermark=0))
     if len(rules) > 1:
         shares = rules.recomputed_share
@@ -255,18 +240,18 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         (latest,) = rules.where(victim="latest").recomputed_share
         words |= {"share": 100 * shares[best], "latest": 100 * latest}
         saved = 1 - shares[best] / max(latest, 1e-9)
-        yield measured("simulated_victims", saved, **words)
+        yield lab.measured("simulated_victims", saved, **words)
     single = result.bring_back
     pages_of_1, pages_of_256 = single.swap_s[[0, -1]]
-    yield measured("pages_of_1", pages_of_1 / pages_of_256)
-    yield measured("simulated_fifth", (single.recompute_s / single.swap_s).max())
+    yield lab.measured("pages_of_1", pages_of_1 / pages_of_256)
+    yield lab.measured("simulated_fifth", (single.recompute_s / single.swap_s).max())
     again = servings.where(preemption="recompute", study="pages")
     for name in PREEMPTIONS[1:] if len(again) else ():
         ratio = again.normalised_s / servings.where(preemption=name).normalised_s
         middle = ratio[np.isin(again.page_size, (16, 32, 64))]
         furthest = max(middle, key=lambda x: abs(np.log(x)))
-        yield measured("as_fast", furthest, name=name, rate=PAGES_RATE)
-        yield measured("faster", ratio[0], name=name)
+        yield lab.measured("as_fast", furthest, name=name, rate=PAGES_RATE)
+        yield lab.measured("faster", ratio[0], name=name)
 
 
 def _first(servings: SimulatedServings) -> SimulatedServings:
@@ -274,7 +259,7 @@ def _first(servings: SimulatedServings) -> SimulatedServings:
     return servings.where(seed=servings.seed.min(initial=2**31))
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of rules, watermarks and page sizes."""
     servings = result.simulated
     names = ("num_preempted", "recomputed_share", "normalised_s")
@@ -300,17 +285,17 @@ def plot(axes: np.ndarray, result: Result) -> None:
     size = "page size [tokens]"
     again = 1000 * single.recompute_s
     swap = 1000 * single.swap_s
-    draw_curve(ax, PAGE_SIZES, again, "recompute", "recompute")
-    draw_curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
+    lab.draw_curve(ax, PAGE_SIZES, again, "recompute", "recompute")
+    lab.draw_curve(ax, PAGE_SIZES, swap, "swap", "swap out and in")
     less = [x for x, a, b in zip(PAGE_SIZES, again, swap, strict=True) if b < a]
     title = f"Swapping restores {NUM_TOKENS} tokens sooner "
     title += f"from pages of {less[0]} on" if less else "with no page size"
-    set_labels(ax, title, size, "time [ms]")
+    lab.set_labels(ax, title, size, "time [ms]")
     ax = axes[1, 1]
     worst = ("", 0.0)
     for name in PREEMPTIONS:
         rows = servings.where(study="pages", preemption=name)
-        draw_curve(ax, rows.page_size, 1000 * rows.normalised_s, name, name)
+        lab.draw_curve(ax, rows.page_size, 1000 * rows.normalised_s, name, name)
         if (
             len(rows)
             and (latency_ms := 1000 * float(rows.normalised_s.max())) > worst[1]
@@ -319,11 +304,11 @@ def plot(axes: np.ndarray, result: Result) -> None:
     title = (
         f"{PAGES_RATE} requests/s: {worst[0]} is worst, up to {worst[1]:,.0f} ms/token"
     )
-    set_labels(ax, title, size, "latency [ms/token]")
+    lab.set_labels(ax, title, size, "latency [ms/token]")
     for ax in axes[1]:
-        use_powers_of_two(ax)
+        lab.use_powers_of_two(ax)
         ax.set(yscale="log")
-        label_log_axis(ax.yaxis)
+        lab.label_log_axis(ax.yaxis)
         ax.legend()
 
 
@@ -335,18 +320,18 @@ def _draw_rules(
     look = {"linestyle": ":", "linewidth": 1}
     # The published shares are percentages.
     values = [(1000 if name == "normalised_s" else 1) * y for y in reference.values()]
-    draw_curve(ax, [*reference], values, "published", "earlier simulation", **look)
+    lab.draw_curve(ax, [*reference], values, "published", "earlier simulation", **look)
     for rule in VICTIM_RULES:
         rows = _first(servings.where(study="victims", victim=rule))
         text = rule.replace("_", " ")
-        draw_curve(ax, rows.watermark, scale * getattr(rows, name), text, text)
+        lab.draw_curve(ax, rows.watermark, scale * getattr(rows, name), text, text)
     latest = servings.where(study="victims", victim="latest")
     first = True
     for seed in latest.distinct("seed"):
         rows = latest.where(seed=seed)
         look = {"marker": "", "linewidth": 0.8, "alpha": 0.6}
         label = "latest, other draws" if first else ""
-        draw_curve(
+        lab.draw_curve(
             ax, rows.watermark, scale * getattr(rows, name), "latest", label, **look
         )
         first = False
@@ -364,6 +349,18 @@ def _draw_rules(
         if len(rows):
             title = f"Latency is least, {values.min():.0f} ms/token, with "
             title += f"{rows.watermark[int(values.argmin())]:.0f} pages kept free"
-    set_labels(ax, title, "pages kept free [of 983]", y)
+    lab.set_labels(ax, title, "pages kept free [of 983]", y)
     ax.set_ylim(bottom=0)
     ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    summary,
+    panels=lab.Panels(2, 2, 3.7),
+    switch=("simulated_requests", True),
+)

@@ -11,37 +11,19 @@ of distinct pages; a pool that holds them all never evicts. The run takes 10 min
 one core.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.serving.prefix_caching import serving, workloads
 from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction
-from jaxkv import validation
-from jaxkv.plotting import draw_curve, draw_reference_line, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Bools,
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    computed_column,
-    field_values,
-    format_percent,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 ORDER_NAMES = {
     "depth_first": "depth first",
     "cached_first": "most cached first",
@@ -50,44 +32,42 @@ ORDER_NAMES = {
 """Orders of service with their labels."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+OpenShares = Annotated[tuple[float, ...], lab.Range(0, 1, "()")]
+
+
+class Config(lab.ConfigRecord):
     """The prompts and the caches."""
 
     trace: str = "traces/mooncake_synthetic.jsonl"
     """A recording in Mooncake's format: a path, or a path below the folder in the
     environment variable JAXKV_DATA; empty for none."""
-    num_users: int = 200
+    num_users: lab.NonNegativeInt = 200
     """Number of conversations; 0 for none."""
-    num_turns: int = 6
+    num_turns: lab.PositiveInt = 6
     """Turns of each conversation."""
-    num_tasks: int = 57
+    num_tasks: lab.NonNegativeInt = 57
     """Number of few-shot tasks; 0 for none."""
-    num_questions: int = 20
+    num_questions: lab.PositiveInt = 20
     """Questions of each task."""
-    shares: tuple[float, ...] = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+    shares: OpenShares = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
     """Pool sizes as shares of the distinct pages. The smallest pool that holds the
     longest prompt and the pool that holds all pages are added."""
-    window: int = 32
+    window: lab.PositiveInt = 32
     """Waiting requests that "cached_first" chooses from."""
-    evictions: tuple[Eviction, ...] = EVICTIONS
+    evictions: Annotated[tuple[Eviction, ...], lab.Choices(EVICTIONS, minimum=1)] = (
+        EVICTIONS
+    )
     """Eviction rules for the order of arrival: least recently used, first in first out,
     random. Other orders use the first rule."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of the generated prompts."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "num_users", "num_tasks", "seed", low=0)
-        validation.at_least(self, "num_turns", "num_questions", "window")
+        super().__post_init__()
         if not (self.trace or self.num_users or self.num_tasks):
             raise ValueError("trace, num_users and num_tasks leave no prompts")
-        validation.within(self, "shares", low=0, high=1, ends="()")
-        validation.among(self, "evictions", allowed_values=EVICTIONS, minimum=1)
 
-
-PANELS = (3, 1)
-PANEL_SIZE_INCHES = (6.8, 3.0)
 
 CONFIGS = {
     "real": Config(),
@@ -103,39 +83,43 @@ CONFIGS = {
 }
 
 
-class WorkloadTable(ResultTable):
+class WorkloadTable(lab.ResultTable):
     """Sizes of the workloads."""
 
-    name: Texts = column("workload")
-    num_requests: Ints = column("prompts", key="requests")
-    num_pages: Ints = column("pages of all prompts, with repetitions", key="pages")
-    num_distinct: Ints = column("distinct pages", key="distinct_pages")
-    longest: Ints = column("pages of the longest prompt")
-    page_size: Ints = column("tokens of a page")
+    name: lab.Texts = lab.column("workload")
+    num_requests: lab.Ints = lab.column("prompts", key="requests")
+    num_pages: lab.Ints = lab.column(
+        "pages of all prompts, with repetitions", key="pages"
+    )
+    num_distinct: lab.Ints = lab.column("distinct pages", key="distinct_pages")
+    longest: lab.Ints = lab.column("pages of the longest prompt")
+    page_size: lab.Ints = lab.column("tokens of a page")
 
     @property
-    @computed_column(key="best_share")
+    @lab.computed_column(key="best_share")
     def best(self) -> np.ndarray:
         """Highest possible hit rate: every page is computed once."""
         return 1 - self.num_distinct / self.num_pages
 
 
-class CacheRuns(ResultTable):
+class CacheRuns(lab.ResultTable):
     """Cached pages of each serving."""
 
-    workload: Texts = column("name of the workload")
-    order: Texts = column("key of `ORDER_NAMES`")
-    eviction: Texts = column("one of `EVICTIONS`")
-    pool: Ints = column("pages of the pool", key="pool_pages")
-    num_cached: Ints = column("cached pages, summed over prompts", is_reported=False)
-    most_delayed: Ints = column("most places by which a request was overtaken")
+    workload: lab.Texts = lab.column("name of the workload")
+    order: lab.Texts = lab.column("key of `ORDER_NAMES`")
+    eviction: lab.Texts = lab.column("one of `EVICTIONS`")
+    pool: lab.Ints = lab.column("pages of the pool", key="pool_pages")
+    num_cached: lab.Ints = lab.column(
+        "cached pages, summed over prompts", is_reported=False
+    )
+    most_delayed: lab.Ints = lab.column("most places by which a request was overtaken")
 
 
 class CacheHitRates(CacheRuns):
     """Servings with their hit rates."""
 
-    rate: Floats = column("pages found / pages of all prompts", key="hit_share")
-    is_whole: Bools = column(
+    rate: lab.Floats = lab.column("pages found / pages of all prompts", key="hit_share")
+    is_whole: lab.Bools = lab.column(
         "True if the pool holds all distinct pages", is_reported=False
     )
 
@@ -153,26 +137,26 @@ class CacheHitRates(CacheRuns):
         return rates.at(np.argsort(rates.pool))
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Workloads and servings."""
 
-    loads: WorkloadTable = column("workloads", key="workloads")
-    runs: CacheRuns = column("servings", is_reported=False)
+    loads: WorkloadTable = lab.column("workloads", key="workloads")
+    runs: CacheRuns = lab.column("servings", is_reported=False)
 
     @property
-    @computed_column(key="runs")
+    @lab.computed_column(key="runs")
     def rated(self) -> CacheHitRates:
         """Servings with their hit rates."""
         names = self.loads.name.tolist()
         loads = self.loads.at([names.index(x) for x in self.runs.workload])
         return CacheHitRates(
-            **field_values(self.runs),
+            **lab.field_values(self.runs),
             rate=self.runs.num_cached / loads.num_pages,
             is_whole=self.runs.pool > loads.num_distinct,
         )
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Serves every workload, order and pool; if stopped, keeps the finished ones.
 
     Raises:
@@ -234,14 +218,14 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
     return Result(WorkloadTable.of(described), CacheRuns.of(rows))
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns a table of hit rates for each workload that was served."""
     loads = result.loads.rows()
     served = result.rated.distinct("workload")
     return [_sheet(load, result.rated) for load in loads if load["name"] in served]
 
 
-def _sheet(load: dict[str, Any], rated: CacheHitRates) -> Sheet:
+def _sheet(load: dict[str, Any], rated: CacheHitRates) -> lab.Sheet:
     runs = rated.where(workload=load["name"])
     kinds = {
         ORDER_NAMES[x]: runs.where(order=x) for x in ("depth_first", "cached_first")
@@ -252,9 +236,9 @@ def _sheet(load: dict[str, Any], rated: CacheHitRates) -> Sheet:
     rows = []
     for pool in np.unique(runs.pool).tolist():
         rates = (kind.where(pool=pool).rate.tolist() for kind in kinds.values())
-        cells = [format_percent(rate[0] if rate else None) for rate in rates]
+        cells = [lab.format_percent(rate[0] if rate else None) for rate in rates]
         rows.append(
-            [f"{pool:,}", format_percent(pool / load["distinct_pages"]), *cells]
+            [f"{pool:,}", lab.format_percent(pool / load["distinct_pages"]), *cells]
         )
     note = (
         f"{load['requests']:,} prompts of {load['pages']:,} pages, "
@@ -267,11 +251,11 @@ def _sheet(load: dict[str, Any], rated: CacheHitRates) -> Sheet:
             f"{eager.max():,} places."
         )
     heads = ["pool, pages", "of distinct", *kinds]
-    return Sheet(f"pages found: {load['name']}", heads, rows, note)
+    return lab.Sheet(f"pages found: {load['name']}", heads, rows, note)
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Judges identities and published hit rates for the workloads that were served."""
     loads = result.loads.rows()
     rated = result.rated
@@ -283,27 +267,27 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     shares = [float((rate / best).mean()) for rate, best in pairs if rate.size]
     if shares:
         rates = np.concatenate(eager)
-        yield measured("average", 100 * float(np.mean(shares)))
-        yield measured("lowest", 100 * float(rates.min()))
-        yield measured("highest", 100 * float(rates.max()))
+        yield lab.measured("average", 100 * float(np.mean(shares)))
+        yield lab.measured("lowest", 100 * float(rates.min()))
+        yield lab.measured("highest", 100 * float(rates.max()))
 
 
-def _of_load(load: dict[str, Any], rated: CacheHitRates) -> Iterator[MeasuredValue]:
+def _of_load(load: dict[str, Any], rated: CacheHitRates) -> Iterator[lab.MeasuredValue]:
     name = load["name"]
     best = 100 * load["best_share"]
     full_pools = rated.where(workload=name, is_whole=True)
     if len(full_pools):
         rate = 100 * float(full_pools.rate[0])
-        yield measured("whole", rate, published=best, **load)
-        yield measured("recorded", rate, **load)
+        yield lab.measured("whole", rate, published=best, **load)
+        yield lab.measured("recorded", rate, **load)
     rates = np.concatenate([rated.curve(name, order).rate for order in ORDER_NAMES])
     if rates.size:
-        yield measured("below", 100 * float(rates.max()), published=best, **load)
+        yield lab.measured("below", 100 * float(rates.max()), published=best, **load)
     walk = rated.curve(name, "depth_first")
     if len(walk):
         rate = 100 * float(walk.rate[0])
         pool = walk.pool[0]
-        yield measured("walk", rate, published=best, pool=pool, **load)
+        yield lab.measured("walk", rate, published=best, pool=pool, **load)
 
 
 ORDER_KINDS = (
@@ -331,14 +315,14 @@ def _draw(ax: "Axes", load: dict[str, Any], rated: CacheHitRates) -> None:
     """Draws the servings of a workload."""
     distinct = load["distinct_pages"]
     ends = {}
-    draw_reference_line(ax, 100 * load["best_share"], "all repeated pages")
+    lab.draw_reference_line(ax, 100 * load["best_share"], "all repeated pages")
     for order, eviction, label, system in ORDER_KINDS:
         runs = rated.curve(load["name"], order, eviction)
         if not len(runs):
             continue
         look = {"linestyle": LINES[eviction]} | ({"marker": ""} if eviction else {})
         share = 100 * runs.pool / distinct
-        draw_curve(ax, share, 100 * runs.rate, system, label, **look)
+        lab.draw_curve(ax, share, 100 * runs.rate, system, label, **look)
         ends[label] = 100 * float(runs.rate[0])
     ax.set_xscale("log")
     low, high = ax.get_xlim()
@@ -350,5 +334,10 @@ def _draw(ax: "Axes", load: dict[str, Any], rated: CacheHitRates) -> None:
         best = max(ends, key=lambda x: ends[x])
         title += f": {best} finds {ends[best]:.0f} % with the smallest pool"
     x = f"pool [% of {distinct:,} distinct pages of {load['page_size']} tokens]"
-    set_labels(ax, title, x, "pages found [%]", ylim=(0, 100))
+    lab.set_labels(ax, title, x, "pages found [%]", ylim=(0, 100))
     ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(3, 1, 3.0)
+)

@@ -16,12 +16,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Int32
 
+from experiments import lab
 from experiments.harness import Stepper
 from jaxkv import engine, memory, scheduling
 from jaxkv.engine import EngineConfig, EngineState, StepInfo
 from jaxkv.memory import Pages, PrefixCache, Rows, Uses
 from jaxkv.models import ForwardResult
-from jaxkv.progress import QUIET, Progress
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import NO_LIMIT
 
@@ -95,7 +95,7 @@ def serve_prompts(
     num_pages: int | None = None,
     cached_first: bool = False,
     eviction: Eviction = "lru",
-    progress: Progress = QUIET,
+    progress: lab.Progress = lab.QUIET,
 ) -> CacheHits | None:
     """Serves prompts that all arrive at once, in the given order.
 

@@ -8,4 +8,4 @@ Saved pages are 1 - pages in use / pages without sharing, both summed over steps
 
 from experiments.serving.sharing import measurement, simulation
 
-STUDIES = (measurement, simulation)
+STUDIES = (measurement.STUDY, simulation.STUDY)

@@ -8,14 +8,13 @@ Lengths follow the printed means of Alpaca (short) and ShareGPT (long), with a b
 token. The model's own end token is ignored.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import (
     draw_lengths,
     draw_ragged_lengths,
@@ -31,26 +30,18 @@ from experiments.serving.sharing.requests import (
     PrefixSavings,
     Savings,
 )
-from jaxkv import plotting, report, validation
 from jaxkv.engine import EngineConfig
-from jaxkv.plotting import BLUE, GREEN, ORANGE, draw_curve, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column
 from jaxkv.sampling import Sampling
 from jaxkv.workloads import ALPACA, SHAREGPT, Lengths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CLAIMS = claims_file(__file__)
-PANELS = (5, 2)
-PANEL_SIZE_INCHES = (3.4, 2.8)
-SWITCH = ("num_simulated", False)
+CLAIMS = lab.claims_file(__file__)
 DATASET_NAMES = {"short": "Alpaca", "long": "ShareGPT"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """The requests and the engine."""
 
     model: str = "stdlib-bytes"
@@ -59,50 +50,46 @@ class Config:
     """Samples per request."""
     widths: tuple[int, ...] = (2, 4, 6)
     """Beams per request."""
-    num_short: int = 48
+    num_short: lab.PositiveInt = 48
     """Requests with Alpaca's lengths."""
-    num_long: int = 16
+    num_long: lab.PositiveInt = 16
     """Requests with ShareGPT's lengths."""
-    length_scale: float = 1.0
+    length_scale: Annotated[float, lab.Range(0, 1, "(]")] = 1.0
     """Factor of the mean lengths."""
-    prefixes: tuple[int, ...] = (80, 341)
+    prefixes: lab.PositiveInts = (80, 341)
     """Tokens of a common prefix: 1 and 5 examples."""
-    num_prefixed: int = 48
+    num_prefixed: lab.PositiveInt = 48
     """Requests with a common prefix."""
-    own_tokens: tuple[int, int] = (16, 64)
+    own_tokens: Annotated[tuple[int, int], lab.Ascending(1, strictly=False)] = (16, 64)
     """Shortest and longest rest of their prompts in tokens, and of their answers."""
-    repeats: int = 5
+    repeats: lab.PositiveInt = 5
     """Servings with the prefix cache, and as many without."""
-    chunk_sizes: tuple[int, ...] = (1, 7, 64)
+    chunk_sizes: lab.PositiveInts = (1, 7, 64)
     """Chunk sizes in tokens for counting prompt tokens."""
     temperature: float = 0.7
     """Sampling temperature."""
     top_p: float = 0.95
     """Nucleus sampling threshold."""
-    max_slots: int = 8
+    max_slots: Annotated[int, lab.Range(NUM_SEQUENCES)] = 8
     """Largest number of sequences that run at once."""
     max_length: int = 1024
     """Longest sequence in tokens."""
-    page_size: int = 16
+    page_size: lab.PositiveInt = 16
     """Token places in a page."""
     numerics: Literal["fast", "reproducible"] = "fast"
     """Numerics: "reproducible" makes answers independent of the batch."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of lengths, prompts and sampling."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "num_short", "num_long", "num_prefixed", "repeats")
-        validation.at_least(self, "page_size", "prefixes", "chunk_sizes")
-        validation.at_least(self, "max_slots", low=NUM_SEQUENCES)
-        validation.within(self, "answers", "widths", low=2, high=self.max_slots)
+        super().__post_init__()
+        for name in ("answers", "widths"):
+            lab.Range(2, self.max_slots).check(name, getattr(self, name))
         if not (self.answers and self.widths):
             raise ValueError(
                 f"answers={self.answers!r} and widths={self.widths!r} must not be empty"
             )
-        validation.ascending(self, "own_tokens", low=1, strictly=False)
-        validation.within(self, "length_scale", low=0, high=1, ends="(]")
-        validation.at_least(self, "seed", low=0)
         longest = max((0, *self.prefixes)) + 2 * self.own_tokens[1]
         if longest > self.max_length:
             raise ValueError(
@@ -131,32 +118,32 @@ CONFIGS = {
 }
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Shared pages by kind of request."""
 
-    samples: Savings = column(
+    samples: Savings = lab.column(
         "by number of samples",
         heading="pages saved by sequences of one request: samples",
         note="Pages in use relative to pages without sharing; expected: by lengths.",
     )
-    beams: Savings = column(
+    beams: Savings = lab.column(
         "by number of beams", heading="pages saved by sequences of one request: beams"
     )
-    readings: PrefillCounts = column(
+    readings: PrefillCounts = lab.column(
         "by chunk size", heading="prompts of several samples, chunked prefill"
     )
-    prefixes: PrefixSavings = column(
+    prefixes: PrefixSavings = lab.column(
         "by length of the prefix",
         heading="requests that begin with the same text",
         note="Without and with a prefix cache that holds the prefix; rates: "
         "median, lowest and highest of alternating pairs of runs.",
     )
-    picture: PageTableScenes = column(
+    picture: PageTableScenes = lab.column(
         "by scene", key="pictures", heading="drawn scenes"
     )
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Serves all parts with one program; if stopped, keeps the finished ones."""
     model = load_text_model(config.model, max_length=config.max_length)
     ask = Sampling(temperature=config.temperature, top_p=config.top_p)
@@ -211,26 +198,23 @@ def ample_engine_config(config: Config) -> EngineConfig:
 
 def metrics(result: Result) -> dict[str, Any]:
     """Returns a row per setting."""
-    numbers = report.metrics(result) | {"prefixes": result.prefixes.metrics()}
+    numbers = lab.metrics(result) | {"prefixes": result.prefixes.metrics()}
     for row in numbers["beams"]:  # lengths do not determine the saving of beams
         del row["expected_share"]
     # Every run of the experiment has the keys of both studies.
     return numbers | {"simulated": [], "translations": []}
 
 
-summary = report.sheets
-
-
-def lengths_claims(savings: Any, **words: Any) -> Iterator[MeasuredValue]:
+def lengths_claims(savings: Any, **words: Any) -> Iterator[lab.MeasuredValue]:
     """Compares measured savings of samples with those by lengths."""
     for name in savings.distinct("lengths"):
         selected = savings.where(lengths=name)
         difference = abs(selected.saved_share - selected.expected_share).max()
-        yield measured("lengths", 100 * difference, lengths=name, **words)
+        yield lab.measured("lengths", 100 * difference, lengths=name, **words)
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares savings with closed forms and published numbers."""
     yield from lengths_claims(result.samples, how="", reading="")
     readings = result.readings
@@ -239,7 +223,9 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         *first, last = map(str, readings.chunk_size)
         max_reads = float((readings.prompt_rows / readings.prompt_tokens).max())
         sizes = f"{', '.join(first)} and {last}"
-        yield measured("once", max_reads, num=readings.num_sequences[0], sizes=sizes)
+        yield lab.measured(
+            "once", max_reads, num=readings.num_sequences[0], sizes=sizes
+        )
     for id, savings in (("answers", result.samples), ("beams", beams)):
         for row in savings.rows():
             words = row | ({"range": ""} if row["lengths"] == "short" else {})
@@ -249,19 +235,19 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         for row in beams.rows()
     ]
     if np.isfinite(gains).any():
-        yield measured("beams-above", 100 * float(np.nanmin(gains)))
+        yield lab.measured("beams-above", 100 * float(np.nanmin(gains)))
     prefixes = result.prefixes
     for i, num in enumerate(prefixes.prefix_tokens.tolist()):
-        yield measured("faster", float(prefixes.speed_ups[i, 1]), num=num)
+        yield lab.measured("faster", float(prefixes.speed_ups[i, 1]), num=num)
 
 
-def figure_claim(id: str, row: dict[str, Any]) -> Iterator[MeasuredValue]:
+def figure_claim(id: str, row: dict[str, Any]) -> Iterator[lab.MeasuredValue]:
     """Compares a saving with figure 15, if it has one."""
     ours_ = 100 * row["saved_share"]
     published = 100 * row["published_share"]
     if np.isfinite(published):
         data = DATASET_NAMES[row["lengths"]]
-        yield measured(id, ours_, published=published, data=data, **row)
+        yield lab.measured(id, ours_, published=published, data=data, **row)
 
 
 def plot(axes: np.ndarray, result: Result) -> None:
@@ -293,7 +279,7 @@ def _draw_savings(ax: "Axes", savings: Savings, kind: str) -> None:
         ]
         look: dict[str, Any] = {"linewidth": 1, "linestyle": ":", "zorder": 1}
         label = "the paper's" if name == "short" else ""
-        draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
+        lab.draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
         selected = savings.where(lengths=name)
         system = LENGTH_NAMES[name]
         if not len(selected):
@@ -304,15 +290,15 @@ def _draw_savings(ax: "Axes", savings: Savings, kind: str) -> None:
         mean_lengths = selected.mean_prompt.mean(), selected.mean_answer.mean()
         tokens = "{:.0f} + {:.0f} tokens".format(*mean_lengths)
         look = {"linestyle": "" if is_known else "-", "markersize": 6}
-        draw_curve(ax, selected.num_sequences, ours, system, tokens, **look)
+        lab.draw_curve(ax, selected.num_sequences, ours, system, tokens, **look)
         if is_known:
             look = {"marker": "", "linewidth": 1}
-            draw_curve(ax, selected.num_sequences, expected, system, **look)
+            lab.draw_curve(ax, selected.num_sequences, expected, system, **look)
         max_share = max(max_share, float(ours.max()))
     ax.margins(x=0.08)
     title = f"Several {kind} share up to {max_share:.0f} % of the pages"
     x = f"{kind} of a request [sequences]"
-    set_labels(ax, title, x, "pages saved [%]", ylim=(0, None))
+    lab.set_labels(ax, title, x, "pages saved [%]", ylim=(0, None))
     if len(savings):
         ax.set_xticks(sorted({*savings.num_sequences.tolist(), 2, 4, 6}))
     ax.legend()
@@ -325,9 +311,9 @@ LENGTH_NAMES = {"long": "ShareGPT", "short": "Alpaca"}
 def _draw_prefixes(ax: "Axes", prefixes: PrefixSavings) -> None:
     """Draws pages, prompt tokens and steps with the cache relative to without."""
     kinds = {
-        "pages": (BLUE, ""),
-        "prompt tokens computed": (GREEN, "//"),
-        "steps": (ORANGE, ".."),
+        "pages": (lab.BLUE, ""),
+        "prompt tokens computed": (lab.GREEN, "//"),
+        "steps": (lab.ORANGE, ".."),
     }
     rows = list(prefixes.metrics())
     names = []
@@ -340,7 +326,7 @@ def _draw_prefixes(ax: "Axes", prefixes: PrefixSavings) -> None:
         )
         items = enumerate(zip(kinds.items(), shares, strict=True))
         for k, ((label, (color, hatch)), share) in items:
-            look: dict[str, Any] = {"color": plotting.colors()[color], "hatch": hatch}
+            look: dict[str, Any] = {"color": lab.colors()[color], "hatch": hatch}
             look |= {"edgecolor": "white", "label": None if i else label}
             bar = ax.barh(i + 0.27 * (k - 1), 100 * share, 0.25, **look)
             ax.bar_label(bar, [f"{100 * share:.0f}"], padding=3)
@@ -354,4 +340,17 @@ def _draw_prefixes(ax: "Axes", prefixes: PrefixSavings) -> None:
         title += f"{best['prefix_tokens']} tokens in common"
         ax.legend()
     x = "with the prefix cache [% of without]"
-    set_labels(ax, title, x, "", xlim=(0, 108))
+    lab.set_labels(ax, title, x, "", xlim=(0, 108))
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    lab.sheets,
+    metrics,
+    panels=lab.Panels(5, 2, 2.8),
+    switch=("num_simulated", False),
+)

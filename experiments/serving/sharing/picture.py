@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Int
 
+from experiments import lab
 from experiments.harness import Stepper, slot_tokens
 from experiments.serving.sharing.requests import Client
 from jaxkv.engine import EngineState
 from jaxkv.memory import NO_PAGE
-from jaxkv.plotting import Box, draw_rectangle, draw_text
-from jaxkv.report import ResultTable, Texts, column, computed_column
 from jaxkv.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -26,26 +25,26 @@ NUM_TOKENS = 40
 """Fewest tokens of each sequence after the prompt."""
 
 
-class PageTableScenes(ResultTable):
+class PageTableScenes(lab.ResultTable):
     """Page tables of 4 sequences in each scene."""
 
-    title: Texts = column("kind of sequences", key="scene", heading="scene")
-    page_ids: Int[np.ndarray, "rows sequences columns"] = column(
+    title: lab.Texts = lab.column("kind of sequences", key="scene", heading="scene")
+    page_ids: Int[np.ndarray, "rows sequences columns"] = lab.column(
         "physical page of each logical page, -1 beyond", is_reported=False
     )
-    num_filled: Int[np.ndarray, "rows sequences columns"] = column(
+    num_filled: Int[np.ndarray, "rows sequences columns"] = lab.column(
         "tokens in each page", is_reported=False
     )
-    text: np.ndarray = column("text of each page", is_reported=False)
+    text: np.ndarray = lab.column("text of each page", is_reported=False)
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def logical_pages(self) -> np.ndarray:
         """Number of entries of the page tables."""
         return np.array([np.sum(ids != NO_PAGE) for ids in self.page_ids])
 
     @property
-    @computed_column(heading="physical pages")
+    @lab.computed_column(heading="physical pages")
     def pages(self) -> np.ndarray:
         """Number of distinct pages."""
         return np.array([np.unique(ids[ids != NO_PAGE]).size for ids in self.page_ids])
@@ -131,7 +130,7 @@ def draw_scene(ax: "Axes", picture: PageTableScenes, i: int) -> None:
         for page, run in itertools.groupby(ids[order, k].tolist()):
             readers = len([*run])
             reader = order[first]
-            box = Box(k + 0.012, first + 0.04, 0.976, readers - 0.08)
+            box = lab.Box(k + 0.012, first + 0.04, 0.976, readers - 0.08)
             if page != NO_PAGE:
                 words = picture.text[i, reader, k]
                 _draw_page(ax, box, filled[reader, k], page, readers, words)
@@ -139,13 +138,13 @@ def draw_scene(ax: "Axes", picture: PageTableScenes, i: int) -> None:
 
 
 def _draw_page(
-    ax: "Axes", box: Box, filled: float, page: int, readers: int, words: str
+    ax: "Axes", box: lab.Box, filled: float, page: int, readers: int, words: str
 ) -> None:
     """Draws a page with its filled part, as high as its number of readers."""
     shade = min(readers, len(_SHADES)) - 1
     full = box._replace(width=box.width * filled)
-    draw_rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
-    draw_rectangle(ax, box, facecolor="none", edgecolor=_SHADES[3], linewidth=0.8)
+    lab.draw_rectangle(ax, full, facecolor=_SHADES[shade], linewidth=0)
+    lab.draw_rectangle(ax, box, facecolor="none", edgecolor=_SHADES[3], linewidth=0.8)
     middle = box.y + box.height / 2
     color = TEXT_COLOR if shade < 3 else "white"
     # Line ends are visible; characters that the font may lack are dots.
@@ -156,7 +155,7 @@ def _draw_page(
     lines = [shown[i * _LINE_CHARS :][:_LINE_CHARS] for i in range(2)]
     look = {"color": color, "family": "DejaVu Sans Mono", "va": "bottom"}
     text = "\n".join(lines)
-    draw_text(ax, box.x + 0.03, middle + 0.1, text, 9, linespacing=1.0, **look)
+    lab.draw_text(ax, box.x + 0.03, middle + 0.1, text, 9, linespacing=1.0, **look)
     note = f"page {page}" if readers == 1 else f"page {page}\n{readers} readers"
     look = {"color": color, "ha": "right", "va": "top"}
-    draw_text(ax, box.x + box.width - 0.03, middle + 0.16, note, 9, **look)
+    lab.draw_text(ax, box.x + box.width - 0.03, middle + 0.16, note, 9, **look)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from experiments import lab
 from experiments.harness import (
     PromptRequest,
     Stepper,
@@ -23,16 +24,6 @@ from jaxkv import engine, scheduling
 from jaxkv.engine import EngineState, StepInfo, plan_step
 from jaxkv.memory import Table as PageTable
 from jaxkv.models import Forward, LoadedModel, Params
-from jaxkv.progress import Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ResultTable,
-    Texts,
-    column,
-    computed_column,
-    format_percent,
-)
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy
 from jaxkv.workloads import Lengths
@@ -57,30 +48,38 @@ PUBLISHED_SAVINGS = {
 and the ends of the printed ranges for ShareGPT (long)."""
 
 
-class Savings(ResultTable):
+class Savings(lab.ResultTable):
     """Page sharing of requests with several samples or beams."""
 
-    lengths: Texts = column('"short" or "long"')
-    num_sequences: Ints = column("sequences per request", key="sequences", heading="n")
-    num_requests: Ints = column("requests", key="requests", heading="requests")
-    mean_prompt: Floats = column("tokens", form="{:.0f}")
-    mean_answer: Floats = column("tokens", form="{:.0f}")
-    logical_pages: Ints = column("without sharing, over steps", is_reported=False)
-    distinct_pages: Ints = column("in use, over steps", is_reported=False)
-    expected_share: Floats = column("saved share by lengths; NaN for beams")
-    steps: Ints = column("non-empty steps")
-    num_copied: Ints = column("copy-on-write", key="copied_pages", heading="copied")
-    num_preempted: Ints = column("sequences", key="preempted", heading="preempted")
-    duration_s: Floats = column("time to serve all requests", is_reported=False)
+    lengths: lab.Texts = lab.column('"short" or "long"')
+    num_sequences: lab.Ints = lab.column(
+        "sequences per request", key="sequences", heading="n"
+    )
+    num_requests: lab.Ints = lab.column("requests", key="requests", heading="requests")
+    mean_prompt: lab.Floats = lab.column("tokens", form="{:.0f}")
+    mean_answer: lab.Floats = lab.column("tokens", form="{:.0f}")
+    logical_pages: lab.Ints = lab.column(
+        "without sharing, over steps", is_reported=False
+    )
+    distinct_pages: lab.Ints = lab.column("in use, over steps", is_reported=False)
+    expected_share: lab.Floats = lab.column("saved share by lengths; NaN for beams")
+    steps: lab.Ints = lab.column("non-empty steps")
+    num_copied: lab.Ints = lab.column(
+        "copy-on-write", key="copied_pages", heading="copied"
+    )
+    num_preempted: lab.Ints = lab.column(
+        "sequences", key="preempted", heading="preempted"
+    )
+    duration_s: lab.Floats = lab.column("time to serve all requests", is_reported=False)
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def saved_share(self) -> np.ndarray:
         """Saved pages / pages without sharing, both summed over steps."""
         return saved_share(self)
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def published_share(self) -> np.ndarray:
         """Published share; NaN if there is none."""
         is_drawn = np.isfinite(self.expected_share).all()
@@ -103,13 +102,13 @@ def published_share(kind: str, rows: Any) -> np.ndarray:
     return np.array([PUBLISHED_SAVINGS[kind].get(key, np.nan) for key in keys])
 
 
-class PrefillCounts(ResultTable):
+class PrefillCounts(lab.ResultTable):
     """Prompt tokens fed by requests with several samples under chunked prefill."""
 
-    chunk_size: Ints = column("tokens of a prompt per step")
-    num_sequences: Ints = column("samples per request")
-    prompt_tokens: Ints = column("prompt tokens, once per request")
-    prompt_rows: Ints = column("prompt tokens that the engine fed")
+    chunk_size: lab.Ints = lab.column("tokens of a prompt per step")
+    num_sequences: lab.Ints = lab.column("samples per request")
+    prompt_tokens: lab.Ints = lab.column("prompt tokens, once per request")
+    prompt_rows: lab.Ints = lab.column("prompt tokens that the engine fed")
 
 
 Pairs = Int[np.ndarray, "rows 2"]
@@ -119,32 +118,38 @@ def _pair(values: list[int]) -> str:
     return "{:,} / {:,}".format(*values)
 
 
-class PrefixSavings(ResultTable):
+class PrefixSavings(lab.ResultTable):
     """Requests with a common prefix, without and with the prefix cache."""
 
-    prefix_tokens: Ints = column("tokens of the prefix", heading="in common")
-    num_requests: Ints = column("requests", key="requests", heading="requests")
-    prompt_tokens: Ints = column("tokens of all prompts")
-    num_cached: Ints = column("fewest cached tokens of a request")
-    logical_pages: Ints = column("as in `Savings`, with the cache", is_reported=False)
-    distinct_pages: Ints = column("as in `Savings`, with the cache", is_reported=False)
-    prompt_rows: Pairs = column("prompt tokens fed", heading="computed", form=_pair)
-    steps: Pairs = column("steps", form=_pair)
-    rate: Float[np.ndarray, "rows repeats 2"] = column("tokens/s", is_reported=False)
-    num_different: Ints = column(
+    prefix_tokens: lab.Ints = lab.column("tokens of the prefix", heading="in common")
+    num_requests: lab.Ints = lab.column("requests", key="requests", heading="requests")
+    prompt_tokens: lab.Ints = lab.column("tokens of all prompts")
+    num_cached: lab.Ints = lab.column("fewest cached tokens of a request")
+    logical_pages: lab.Ints = lab.column(
+        "as in `Savings`, with the cache", is_reported=False
+    )
+    distinct_pages: lab.Ints = lab.column(
+        "as in `Savings`, with the cache", is_reported=False
+    )
+    prompt_rows: Pairs = lab.column("prompt tokens fed", heading="computed", form=_pair)
+    steps: Pairs = lab.column("steps", form=_pair)
+    rate: Float[np.ndarray, "rows repeats 2"] = lab.column(
+        "tokens/s", is_reported=False
+    )
+    num_different: lab.Ints = lab.column(
         "answers that differ without and with the cache",
         key="different_answers",
         heading="other answers",
     )
 
     @property
-    @computed_column(heading="pages saved", form=format_percent)
+    @lab.computed_column(heading="pages saved", form=lab.format_percent)
     def saved_share(self) -> np.ndarray:
         """Saved pages / pages without sharing, as in `Savings`."""
         return saved_share(self)
 
     @property
-    @computed_column(
+    @lab.computed_column(
         heading="times the tokens/s",
         form=lambda x: "{1:.2f} ({0:.2f}-{2:.2f})".format(*x),
     )
@@ -153,7 +158,7 @@ class PrefixSavings(ResultTable):
         ratios = [np.sort(rate[:, 1] / rate[:, 0]) for rate in self.rate]
         return np.array([[x[0], np.median(x), x[-1]] for x in ratios])
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[lab.Row]:
         """Returns rows for JSON with separate keys without and with the cache."""
         rows = self.rows()
         for row, rate in zip(rows, self.rate, strict=True):
@@ -219,7 +224,7 @@ class Client(NamedTuple):
     engine: Stepper
     model: LoadedModel
     ask: Sampling
-    progress: Progress
+    progress: lab.Progress
 
     def requests(
         self, sizes: list[int], samplings: list[Sampling]

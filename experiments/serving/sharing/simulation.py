@@ -11,7 +11,6 @@ translation and reserves contiguous memory for it, with a copy of the prefix tha
 prefills for each request.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from experiments.framework import MeasuredValue, measured
+from experiments import lab
 from experiments.harness import draw_lengths, measured_page_saving
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.sharing.measurement import (
@@ -30,18 +29,7 @@ from experiments.serving.sharing.measurement import (
     lengths_claims,
 )
 from experiments.serving.sharing.requests import published_share
-from jaxkv import report, scheduling, simulation, validation, workloads
-from jaxkv.plotting import draw_curve, draw_reference_line, set_labels, system_style
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ResultRecord,
-    ResultTable,
-    Texts,
-    column,
-    computed_column,
-)
+from jaxkv import scheduling, simulation, workloads
 from jaxkv.simulation import Capacity, Cost, SimulationMember, Work
 from jaxkv.workloads import ALPACA, SHAREGPT, LogNormal, Pair, make_workload, open_loop
 
@@ -79,97 +67,93 @@ AT_MOST_S = 0.5
 SYSTEMS = ("Orca (Oracle)", "paged")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Extent of the simulation."""
 
-    num_simulated: int = 512
+    num_simulated: lab.PositiveInt = 512
     """Requests with the paper's lengths in each setting."""
-    prefixes: tuple[int, ...] = (80, 341)
+    prefixes: lab.PositiveInts = (80, 341)
     """Tokens of the common prefix of translations: 1 and 5 examples."""
-    seed: int = 0
+    seed: lab.NonNegativeInt = 0
     """Seed of lengths and arrivals."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        validation.at_least(self, "num_simulated", "prefixes")
-        validation.at_least(self, "seed", low=0)
 
 
 CONFIGS = {"paper": Config()}
 
 
-class SimulatedSavings(ResultTable):
+class SimulatedSavings(lab.ResultTable):
     """Simulated page sharing of requests with several samples."""
 
-    lengths: Texts = column('"short" or "long"')
-    num_sequences: Ints = column("samples per request", key="answers")
-    rate: Floats = column("arrivals", key="requests_per_s", heading="requests/s")
-    num_requests: Ints = column("requests", key="requests")
-    batch: Floats = column("mean number of running sequences")
-    saved_share: Floats = column("mean saved pages / pages without sharing")
-    expected_share: Floats = column("saved share by lengths")
-    num_preempted: Ints = column("preempted sequences", key="preempted")
+    lengths: lab.Texts = lab.column('"short" or "long"')
+    num_sequences: lab.Ints = lab.column("samples per request", key="answers")
+    rate: lab.Floats = lab.column(
+        "arrivals", key="requests_per_s", heading="requests/s"
+    )
+    num_requests: lab.Ints = lab.column("requests", key="requests")
+    batch: lab.Floats = lab.column("mean number of running sequences")
+    saved_share: lab.Floats = lab.column("mean saved pages / pages without sharing")
+    expected_share: lab.Floats = lab.column("saved share by lengths")
+    num_preempted: lab.Ints = lab.column("preempted sequences", key="preempted")
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def published_share(self) -> np.ndarray:
         """Published share; NaN if there is none."""
         return published_share("answers", self)
 
 
-class TranslationRates(ResultTable):
+class TranslationRates(lab.ResultTable):
     """Sustained rates of translations by length of the prefix."""
 
-    prefix_tokens: Ints = column("tokens of the prefix")
-    rate: Float[np.ndarray, "rows rates"] = column("requests/s", is_reported=False)
-    latency_s: Float[np.ndarray, "rows systems rates"] = column(
+    prefix_tokens: lab.Ints = lab.column("tokens of the prefix")
+    rate: Float[np.ndarray, "rows rates"] = lab.column("requests/s", is_reported=False)
+    latency_s: Float[np.ndarray, "rows systems rates"] = lab.column(
         "latency in s/token, Orca and paged", is_reported=False
     )
-    batch: Float[np.ndarray, "rows systems rates"] = column(
+    batch: Float[np.ndarray, "rows systems rates"] = lab.column(
         "mean number of running sequences", is_reported=False
     )
-    at_most: Float[np.ndarray, "rows systems"] = column(
+    at_most: Float[np.ndarray, "rows systems"] = lab.column(
         "requests/s at 0.5 s/token", is_reported=False
     )
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def oracle_per_s(self) -> np.ndarray:
         """Highest rate that Orca (Oracle) sustains, requests/s."""
         return self.at_most.reshape(-1, 2)[:, 0]
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def paged_per_s(self) -> np.ndarray:
         """Rate that the paged system sustains."""
         return self.at_most.reshape(-1, 2)[:, 1]
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def ratio(self) -> np.ndarray:
         """Paged rate over that of Orca (Oracle)."""
         return self.paged_per_s / self.oracle_per_s
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def published_ratio(self) -> np.ndarray:
         """Published ratio; NaN if there is none."""
         printed = CLAIMS.published("translations")
         return np.array([printed.get(str(x), np.nan) for x in self.prefix_tokens])
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Simulated samples and translations."""
 
-    counted: SimulatedSavings = column(
+    counted: SimulatedSavings = lab.column(
         "samples",
         key="simulated",
         heading="pages saved by several samples, simulated",
         note="OPT-13B on an A100 of 40 GB; lengths follow the printed means. Expected: "
         "by lengths.",
     )
-    translated: TranslationRates = column(
+    translated: TranslationRates = lab.column(
         "common prefixes",
         key="translations",
         heading=f"translations/s at {AT_MOST_S} s a token, simulated",
@@ -195,7 +179,7 @@ class SharedPrefixCost(NamedTuple):
         return self.cost(work._replace(decode_context=more))
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Simulates both parts; if stopped, keeps the finished ones."""
     counted = simulate_answers(config, progress)
     translated = TranslationRates.of([])
@@ -210,7 +194,7 @@ def _capacity(num_places: int) -> Capacity:
     return plain._replace(token_budget=jnp.int32(MAX_BATCH_ROWS))
 
 
-def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
+def simulate_answers(config: Config, progress: lab.Progress) -> SimulatedSavings:
     """Simulates each kind of requests with each number of samples."""
     rows = []
     for name, law in LENGTH_LAWS.items():
@@ -254,7 +238,7 @@ def simulate_answers(config: Config, progress: Progress) -> SimulatedSavings:
     return SimulatedSavings.of(rows)
 
 
-def simulate_translations(config: Config, progress: Progress) -> TranslationRates:
+def simulate_translations(config: Config, progress: lab.Progress) -> TranslationRates:
     """Simulates translations at all rates with both systems; empty if stopped."""
     shape = (len(config.prefixes), len(REQUEST_RATES))
     latency_s, batch = np.zeros((2, shape[0], len(SYSTEMS), shape[1]))
@@ -310,14 +294,11 @@ def metrics(result: Result) -> dict[str, object]:
     """Returns a row per setting."""
     # Every run of the experiment has the keys of both studies.
     served = ("samples", "beams", "readings", "prefixes", "pictures")
-    return {**{name: [] for name in served}, **report.metrics(result)}
-
-
-summary = report.sheets
+    return {**{name: [] for name in served}, **lab.metrics(result)}
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares the simulation with closed forms and figures 15a and 16."""
     yield from lengths_claims(result.counted)
     for row in result.counted.rows():
@@ -328,7 +309,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         rates = f"{SYSTEMS[0]} {row['oracle_per_s']:.1f}, "
         rates += f"{SYSTEMS[1]} {row['paged_per_s']:.1f}"
         num = row["prefix_tokens"]
-        yield measured(
+        yield lab.measured(
             "translations", row["ratio"], num=num, at_most=AT_MOST_S, rates=rates
         )
 
@@ -353,18 +334,22 @@ def _draw_savings(ax: "Axes", counted: SimulatedSavings, name: str) -> None:
         (0.2, counted.saved_share, data, "ours"),
     ):
         container = ax.bar(
-            place + shift, 100 * share, 0.38, label=label, **system_style(system).bar
+            place + shift,
+            100 * share,
+            0.38,
+            label=label,
+            **lab.system_style(system).bar,
         )
         texts = [f"{y:.1f}" if np.isfinite(y) else "" for y in 100 * share]
         ax.bar_label(container, texts, padding=2)
     expected = 100 * counted.expected_share
     look = {"marker": "_", "markersize": 18, "linestyle": "", "markeredgewidth": 2}
-    draw_curve(ax, place + 0.2, expected, 0, "from the lengths", **look)
+    lab.draw_curve(ax, place + 0.2, expected, 0, "from the lengths", **look)
     ax.set_xticks(place, [str(n) for n in counted.num_sequences])
     ax.margins(y=0.18)
     max_share = 100 * float(np.nanmax(counted.saved_share, initial=0.0))
     title = f"{data}: sharing saves up to {max_share:.0f} % of the pages"
-    set_labels(ax, title, "answers of a request [sequences]", "pages saved [%]")
+    lab.set_labels(ax, title, "answers of a request [sequences]", "pages saved [%]")
     ax.legend()
 
 
@@ -373,9 +358,11 @@ def _draw_latency(ax: "Axes", translated: TranslationRates, i: int) -> None:
     for k, name in enumerate(SYSTEMS):
         end = translated.at_most[i, k]
         look = {"marker": ""}
-        draw_curve(ax, translated.rate[i], translated.latency_s[i, k], name, **look)
-        draw_curve(ax, [end], [AT_MOST_S], name, f"{name}: {end:.1f}/s", markersize=7)
-    draw_reference_line(ax, AT_MOST_S)
+        lab.draw_curve(ax, translated.rate[i], translated.latency_s[i, k], name, **look)
+        lab.draw_curve(
+            ax, [end], [AT_MOST_S], name, f"{name}: {end:.1f}/s", markersize=7
+        )
+    lab.draw_reference_line(ax, AT_MOST_S)
     row = translated.rows()[i]
     title = (
         f"{row['prefix_tokens']} tokens in common: {row['ratio']:.2f} times the load"
@@ -384,5 +371,18 @@ def _draw_latency(ax: "Axes", translated: TranslationRates, i: int) -> None:
         title += f", the paper's {row['published_ratio']}"
     x = "load [requests/s]"
     y = "latency [s/token]"
-    set_labels(ax, title, x, y, ylim=(0, 1))
+    lab.set_labels(ax, title, x, y, ylim=(0, 1))
     ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    lab.sheets,
+    metrics,
+    panels=lab.Panels(2, 2),
+    switch=("num_simulated", True),
+)

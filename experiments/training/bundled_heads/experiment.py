@@ -7,20 +7,17 @@ answers to held-out files.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import lab
 from experiments.harness import make_benchmark_config, make_engine
 from experiments.training.bundled_model import experiment as bundled_model
-from jaxkv import validation
 from jaxkv.files import model_folder
 from jaxkv.models import LoadedModel, ModelConfig, Params, load_model
-from jaxkv.plotting import draw_curve, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, Texts, column
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import EagleConfig, HeadsConfig, MedusaConfig, save_heads
 from scaling.corpora import (
@@ -46,34 +43,35 @@ Kind = Literal["medusa", "eagle"]
 _TRUNK = bundled_model.CONFIGS["shipped"].trunk
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Heads, their training, and the export folders."""
 
     model: str = "stdlib-bytes"
     """Target model: a folder or a bundled model, of the shape that the recipes name."""
-    kinds: tuple[Kind, ...] = ("medusa", "eagle")
+    kinds: Annotated[tuple[Kind, ...], lab.Choices(("medusa", "eagle"))] = (
+        "medusa",
+        "eagle",
+    )
     """Kinds of heads, trained in this order."""
     medusa: HeadRecipe
     eagle: HeadRecipe
-    num_blocks: int = 2
+    num_blocks: lab.PositiveInt = 2
     """Residual blocks of each Medusa head."""
     taps: tuple[int, ...] = (2, 3, 4)
     """Features that EAGLE reads: inputs of these layers; the number of layers means the
     last hidden state."""
-    num_ranks: int = 8
+    num_ranks: lab.PositiveInt = 8
     """Best drafts of each depth that are scored."""
-    num_answers: int = 256
+    num_answers: lab.PositiveInt = 256
     """Held-out pieces of text that the model continues, half as long as the training
     windows; as many tokens of each answer are scored."""
     export: str = ""
     """Prefix of the export folders in bfloat16, completed by the kind; empty: not
     exported."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "kinds", allowed_values=("medusa", "eagle"))
-        validation.at_least(self, "num_blocks", "num_ranks", "num_answers")
+        super().__post_init__()
         for recipe in (self.medusa, self.eagle):
             if not isinstance(recipe.run.corpus, CorpusConfig):
                 raise ValueError(f"{recipe.run.corpus=} must be text")
@@ -124,40 +122,42 @@ CONFIGS = {
 }
 
 
-class HeadTraining(ResultTable):
+class HeadTraining(lab.ResultTable):
     """Training of each kind of heads."""
 
-    kind: Texts = column("kind of the heads")
-    status: Texts = column("`done`, `stopped` or `diverged`")
-    num_params: Ints = column("parameters of the heads", heading="parameters")
-    num_tokens: Ints = column("trained tokens", heading="tokens")
-    loss: Floats = column(
+    kind: lab.Texts = lab.column("kind of the heads")
+    status: lab.Texts = lab.column("`done`, `stopped` or `diverged`")
+    num_params: lab.Ints = lab.column("parameters of the heads", heading="parameters")
+    num_tokens: lab.Ints = lab.column("trained tokens", heading="tokens")
+    loss: lab.Floats = lab.column(
         "cross-entropy with the model's distribution in nats, mean of 10 last reports",
         heading="loss",
     )
-    duration_s: Floats = column("wall-clock time of training")
+    duration_s: lab.Floats = lab.column("wall-clock time of training")
 
 
-class GuessAcceptance(ResultTable):
+class GuessAcceptance(lab.ResultTable):
     """Acceptance rates by depth and rank."""
 
-    kind: Texts = column("kind of the heads")
-    depth: Ints = column("draft position after the model's own token", heading="depth")
-    rank: Ints = column("rank of the draft at its depth, 0 for the best")
-    right_share: Floats = column(
+    kind: lab.Texts = lab.column("kind of the heads")
+    depth: lab.Ints = lab.column(
+        "draft position after the model's own token", heading="depth"
+    )
+    rank: lab.Ints = lab.column("rank of the draft at its depth, 0 for the best")
+    right_share: lab.Floats = lab.column(
         "share of correct drafts in greedy decoding",
         heading="right",
     )
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Trained heads and their acceptance rates."""
 
-    heads: HeadTraining = column("by kind")
-    acceptance: GuessAcceptance = column("with weights rounded to bfloat16")
+    heads: HeadTraining = lab.column("by kind")
+    acceptance: GuessAcceptance = lab.column("with weights rounded to bfloat16")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Trains heads, scores held-out text and exports."""
     target = load_model(model_folder(config.model))
     heads = []
@@ -235,12 +235,12 @@ def plot(ax: "Axes", result: Result) -> None:
     for kind in result.acceptance.distinct("kind"):
         best = result.acceptance.where(kind=kind, rank=0)
         name = names.get(kind, kind)
-        draw_curve(ax, best.depth, 100 * best.right_share, name, name)
+        lab.draw_curve(ax, best.depth, 100 * best.right_share, name, name)
         ends.append(f"{name} {100 * best.right_share[0]:.0f} %")
     depths = result.acceptance.distinct("depth")
     title = f"First drafts that are correct: {', '.join(ends)}"
     x = "distance from the model's own token [tokens]"
-    set_labels(ax, title, x, "best guess right [%]")
+    lab.set_labels(ax, title, x, "best guess right [%]")
     ax.set(xticks=depths or [1], ylim=(0, 100))
     if ends:
         ax.legend()
@@ -322,3 +322,6 @@ def heads_card(
         {bundled_model.training_note(row["duration_s"])}""",
     ]
     return bundled_model.card_text(parts)
+
+
+STUDY = lab.Study(CONFIGS, Result, run, plot)

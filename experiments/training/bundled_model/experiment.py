@@ -18,11 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import files, validation
+from experiments import lab
+from jaxkv import files
 from jaxkv.models import Experts, LatentConfig, ModelConfig, save_model
-from jaxkv.plotting import draw_curve, draw_reference_line, label_log_axis, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column, computed_column, describe_machine
 from jaxkv.text import ByteTokenizer
 from scaling import training
 from scaling.corpora import (
@@ -48,13 +46,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Training of the trunk and the cooldown, and the export folder."""
 
     trunk: TrainConfig
     """Run at a constant learning rate, `cooldown_steps=0`."""
-    cooldown_steps: int
+    cooldown_steps: lab.PositiveInt
     """Steps of linear decay to 0 after the trunk."""
     cooldown_batch_size: int
     """Windows per step of the cooldown."""
@@ -65,9 +62,9 @@ class Config:
     export: str = ""
     """Folder for the trained model in bfloat16; empty: not exported."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "cooldown_steps")
+        super().__post_init__()
         if self.trunk.cooldown_steps:
             raise ValueError(
                 f"trunk.cooldown_steps={self.trunk.cooldown_steps!r} must be 0"
@@ -212,34 +209,38 @@ CONFIGS = {
 }
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Training curve and final bits per byte; NaN if training did not end."""
 
-    tokens: np.ndarray = column("trained tokens at each report, over both runs")
-    loss: np.ndarray = column("training loss in nats per token since the last report")
-    status: str = column("status of the last run: `done`, `stopped` or `diverged`")
-    num_params: int = column("parameters of the model")
-    bits_per_byte: float = column(
+    tokens: np.ndarray = lab.column("trained tokens at each report, over both runs")
+    loss: np.ndarray = lab.column(
+        "training loss in nats per token since the last report"
+    )
+    status: str = lab.column("status of the last run: `done`, `stopped` or `diverged`")
+    num_params: int = lab.column("parameters of the model")
+    bits_per_byte: float = lab.column(
         "on held-out documents, with weights rounded to bfloat16",
         heading="held-out bits per byte",
         key="held_out_bits_per_byte",
     )
-    bits_per_byte_float32: float = column(
+    bits_per_byte_float32: float = lab.column(
         "before rounding",
         heading="held-out bits per byte, float32",
         key="held_out_bits_per_byte_float32",
     )
-    num_held_out_bytes: int = column("bytes of the held-out documents")
-    duration_s: float = column("wall-clock time of training", key="train_duration_s")
+    num_held_out_bytes: int = lab.column("bytes of the held-out documents")
+    duration_s: float = lab.column(
+        "wall-clock time of training", key="train_duration_s"
+    )
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def num_tokens(self) -> int:
         """Trained tokens."""
         return int(self.tokens[-1]) if len(self.tokens) else 0
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Trains, scores held-out text and exports."""
     split = load_documents(config.text)
     with files.folder_or_temporary(config.folder) as folder:
@@ -299,17 +300,17 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
 def plot(ax: "Axes", result: Result) -> None:
     """Draws the training loss by tokens, and the final held-out loss."""
     loss = result.loss / np.log(2)
-    draw_curve(ax, result.tokens / 1e6, loss, 5, "training", marker="")
+    lab.draw_curve(ax, result.tokens / 1e6, loss, 5, "training", marker="")
     title = "Loss of training"
     if np.isfinite(result.bits_per_byte):
         title = (
             f"Training ends at {result.bits_per_byte:.3f} bits/byte on held-out files"
         )
-        draw_reference_line(ax, result.bits_per_byte, "held-out files, at the end")
+        lab.draw_reference_line(ax, result.bits_per_byte, "held-out files, at the end")
     x = "tokens trained on [millions]"
     y = "loss [bits/byte]"
-    set_labels(ax, title, x, y, yscale="log")
-    label_log_axis(ax.yaxis)
+    lab.set_labels(ax, title, x, y, yscale="log")
+    lab.label_log_axis(ax.yaxis)
     ax.legend()
 
 
@@ -392,7 +393,7 @@ def describe_shape(model: ModelConfig) -> str:
 
 def training_note(duration_s: float) -> str:
     """Returns a sentence on training time, processor and versions."""
-    env = describe_machine()
+    env = lab.describe_machine()
     versions = env["versions"]
     return (
         f"It took {duration_s:,.0f} seconds on the clock of {env['num_cpus']} cores "
@@ -413,3 +414,6 @@ def card_text(parts: Sequence[str]) -> str:
         for part in (*parts, "## Licence", licence)
     ]
     return "\n\n".join(filled) + "\n"
+
+
+STUDY = lab.Study(CONFIGS, Result, run, plot)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import direction_verdict, format_interval, judge_direction
 from experiments.training.deepseek import runs, serving
 from experiments.training.deepseek.runs import (
@@ -30,27 +30,7 @@ from experiments.training.deepseek.runs import (
     TrainedModel,
 )
 from experiments.training.deepseek.serving import DraftDepths, ServedModels
-from jaxkv import files, plotting, report
-from jaxkv.plotting import (
-    draw_curve,
-    draw_reference_line,
-    label_log_axis,
-    set_labels,
-    system_style,
-)
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    format_flops,
-    format_seconds,
-)
+from jaxkv import files
 from scaling.corpora import CorpusConfig, open_corpus
 from scaling.costs import kv_bytes_per_token
 from scaling.shapes import describe_config
@@ -98,55 +78,61 @@ CONFIGS = {
 }
 
 
-class TrainedModels(ResultTable):
+class TrainedModels(lab.ResultTable):
     """All trained models."""
 
-    kind: Texts = column("a `runs.Kind`", heading="model")
-    seed: Ints = column("seed of parameters and order of the text")
-    num_params: Ints = column(
+    kind: lab.Texts = lab.column("a `runs.Kind`", heading="model")
+    seed: lab.Ints = lab.column("seed of parameters and order of the text")
+    num_params: lab.Ints = lab.column(
         "parameters, without modules for multi-token prediction", heading="parameters"
     )
-    num_active: Ints = column("matrix parameters of a token", heading="active")
-    flops: Floats = column(
+    num_active: lab.Ints = lab.column("matrix parameters of a token", heading="active")
+    flops: lab.Floats = lab.column(
         "training operations of a token, without modules",
         heading="operations a token",
-        form=format_flops,
+        form=lab.format_flops,
     )
-    kv_bytes: Floats = column(
+    kv_bytes: lab.Floats = lab.column(
         "bytes of a token in pages of bfloat16",
         heading="KV bytes a token",
         form="{:,.0f}",
     )
-    kv_formula: Floats = column(
+    kv_formula: lab.Floats = lab.column(
         "the same by `scaling.costs`", heading="by formula", form="{:,.0f}"
     )
-    num_tokens: Ints = column("trained tokens", heading="tokens")
-    loss: Floats = column("nats per token of held-out text", form="{:.4f}")
-    loss_se: Floats = column(
+    num_tokens: lab.Ints = lab.column("trained tokens", heading="tokens")
+    loss: lab.Floats = lab.column("nats per token of held-out text", form="{:.4f}")
+    loss_se: lab.Floats = lab.column(
         "of the loss, due to the choice of text",
         heading="standard error",
         form="{:.4f}",
     )
-    seconds: Floats = column("of training", heading="time", form=format_seconds)
+    seconds: lab.Floats = lab.column(
+        "of training", heading="time", form=lab.format_seconds
+    )
 
 
-class LossDifferences(ResultTable):
+class LossDifferences(lab.ResultTable):
     """Differences of held-out losses, paired by seed and window."""
 
-    ours: Texts = column("a kind", heading="loss of")
-    theirs: Texts = column("another kind", heading="less that of")
-    difference: Floats = column("mean over seeds", heading="nats", form="{:+.4f}")
-    low: Floats = column("lower end of the interval", form="{:+.4f}")
-    high: Floats = column("upper end of the interval", form="{:+.4f}")
+    ours: lab.Texts = lab.column("a kind", heading="loss of")
+    theirs: lab.Texts = lab.column("another kind", heading="less that of")
+    difference: lab.Floats = lab.column(
+        "mean over seeds", heading="nats", form="{:+.4f}"
+    )
+    low: lab.Floats = lab.column("lower end of the interval", form="{:+.4f}")
+    high: lab.Floats = lab.column("upper end of the interval", form="{:+.4f}")
 
 
-class ExpertBalance(ResultTable):
+class ExpertBalance(lab.ResultTable):
     """Load of the busiest expert over training."""
 
-    kind: Texts = column("a kind of `runs.BALANCES`")
-    seed: Ints = column("seed of the run")
-    step: Ints = column("last step of the report")
-    busiest: Floats = column("largest load over the mean load, mean over mixtures")
+    kind: lab.Texts = lab.column("a kind of `runs.BALANCES`")
+    seed: lab.Ints = lab.column("seed of the run")
+    step: lab.Ints = lab.column("last step of the report")
+    busiest: lab.Floats = lab.column(
+        "largest load over the mean load, mean over mixtures"
+    )
 
 
 COMPARED_PAIRS: tuple[tuple[Kind, Kind], ...] = (
@@ -160,19 +146,19 @@ COMPARED_PAIRS: tuple[tuple[Kind, Kind], ...] = (
 """Pairs of kinds whose losses are compared."""
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Trained models, their comparison, and served models."""
 
-    models: TrainedModels = column("by kind and seed")
-    differences: LossDifferences = column(
+    models: TrainedModels = lab.column("by kind and seed")
+    differences: LossDifferences = lab.column(
         "by pair of kinds",
         note="The interval is two standard errors on both sides: of the choice of "
         "held-out windows, and of the seeds (half their range).",
     )
-    balance: ExpertBalance = column("by report of the mixtures", is_reported=False)
-    served: ServedModels = column("by way of serving and batch size")
-    depths: DraftDepths = column("by draft position")
-    device: str = column("kind of device that served", is_reported=False)
+    balance: ExpertBalance = lab.column("by report of the mixtures", is_reported=False)
+    served: ServedModels = lab.column("by way of serving and batch size")
+    depths: DraftDepths = lab.column("by draft position")
+    device: str = lab.column("kind of device that served", is_reported=False)
 
     def late_balance(self, kind: Kind) -> Float[np.ndarray, " seeds"]:
         """Returns the load of the busiest expert in the last quarter, by seed."""
@@ -182,7 +168,7 @@ class Result(ResultRecord):
         return np.array([late.where(seed=x).busiest.mean() for x in seeds])
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Trains all models, then serves two; if stopped, keeps the finished parts."""
     corpus = open_corpus(config.corpus)
     models: list[TrainedModel] = []
@@ -257,7 +243,7 @@ def _row(trained: TrainedModel) -> dict[str, object]:
     }
 
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 LOSS_CLAIMS = {
     ("MLA", "MHA"): "MLA_over_MHA",
     ("MLA", "GQA"): "MLA_over_GQA",
@@ -269,19 +255,19 @@ LOSS_CLAIMS = {
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares losses, bytes, balance and drafts with expected or stated values."""
     models = result.models
     if len(models):
         off = np.abs(models.kv_bytes - models.kv_formula).max()
-        yield measured("kv_bytes", off, num=len(models))
+        yield lab.measured("kv_bytes", off, num=len(models))
     for row in result.differences.rows():
         id = LOSS_CLAIMS.get((row["ours"], row["theirs"]))
         if id is None:
             continue
         # An interval of the gain, which is above 0 if the loss is lower.
         shown = judge_direction(-row["high"], -row["low"], above=0)
-        yield measured(
+        yield lab.measured(
             id,
             row["difference"],
             direction=direction_verdict(shown),
@@ -294,7 +280,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         low = by_bias.min() - by_loss.max()
         high = by_bias.max() - by_loss.min()
         shown = judge_direction(-high, -low, above=0)
-        yield measured(
+        yield lab.measured(
             "balance",
             by_bias.mean() - by_loss.mean(),
             direction=direction_verdict(shown),
@@ -307,13 +293,13 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         return
     drafting = result.served.where(way=serving.WITH_DRAFTS)
     num = int(drafting.num_tokens.sum())
-    yield measured("lossless", drafting.num_other.sum(), num=num)
-    yield measured("acceptance", 100 * result.depths.accepted_share[0])
+    yield lab.measured("lossless", drafting.num_other.sum(), num=num)
+    yield lab.measured("acceptance", 100 * result.depths.accepted_share[0])
     ratios = result.served.ratios(serving.WITH_DRAFTS, drafting.batch[0])
     low = ratios.min()
     high = ratios.max()
     shown = judge_direction(low, high)
-    yield measured(
+    yield lab.measured(
         "speed",
         np.median(ratios),
         direction=direction_verdict(shown),
@@ -325,7 +311,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     )
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of models, differences, balance, served models and drafts."""
     balance = [
         (kind, f"{values.mean():.2f}", ", ".join(f"{x:.2f}" for x in values))
@@ -333,15 +319,15 @@ def summary(result: Result) -> list[ReportPart]:
         if (values := result.late_balance(kind)).size
     ]
     sheets = [
-        *report.sheets(result),
-        Sheet(
+        *lab.sheets(result),
+        lab.Sheet(
             "load of the busiest expert over the mean load, last quarter of the steps",
             ("balance", "mean", "by seed"),
             balance,
             "During training, over the steps of a report; the mean over mixtures.",
         ),
     ]
-    return [sheet for sheet in sheets if not isinstance(sheet, Sheet) or sheet.rows]
+    return [sheet for sheet in sheets if not isinstance(sheet, lab.Sheet) or sheet.rows]
 
 
 def plot(axes: np.ndarray, result: Result) -> None:
@@ -359,7 +345,7 @@ def _draw_attention(ax: "Axes", models: TrainedModels) -> None:
         rows = models.where(kind=kind)
         if not len(rows):
             continue
-        draw_curve(ax, rows.kv_bytes, rows.loss, kind, kind, linestyle="")
+        lab.draw_curve(ax, rows.kv_bytes, rows.loss, kind, kind, linestyle="")
         points.append((kind, rows.kv_bytes[0], rows.loss.mean()))
     title = "Loss by KV bytes"
     if {"MLA", DENSE} <= {x[0] for x in points}:
@@ -370,8 +356,8 @@ def _draw_attention(ax: "Axes", models: TrainedModels) -> None:
         ax.legend()
     x = "KV cache [bytes/token]"
     y = "held-out loss [nats/byte]"
-    set_labels(ax, title, x, y, xscale="log")
-    label_log_axis(ax.xaxis)
+    lab.set_labels(ax, title, x, y, xscale="log")
+    lab.label_log_axis(ax.xaxis)
 
 
 def _draw_balance(ax: "Axes", result: Result) -> None:
@@ -382,14 +368,14 @@ def _draw_balance(ax: "Axes", result: Result) -> None:
         for seed in balance.distinct("seed"):
             one = balance.where(seed=seed)
             label = "" if seed else kind
-            draw_curve(ax, one.step, one.busiest, kind, label, markersize=3)
+            lab.draw_curve(ax, one.step, one.busiest, kind, label, markersize=3)
         late = result.late_balance(kind)
         means += [f"{late.mean():.2f} {kind.removeprefix('balanced ')}"] * bool(
             late.size
         )
-    draw_reference_line(ax, 1, "even")
+    lab.draw_reference_line(ax, 1, "even")
     title = f"At the end {', '.join(means)}" if means else "Busiest expert"
-    set_labels(ax, title, "training [steps]", "busiest expert / mean [ratio]")
+    lab.set_labels(ax, title, "training [steps]", "busiest expert / mean [ratio]")
     ax.set_ylim(bottom=0)
     if means:
         ax.legend()
@@ -401,13 +387,13 @@ def _draw_depths(ax: "Axes", result: Result) -> None:
     title = "Accepted drafts"
     if len(depths):
         share = 100 * depths.accepted_share
-        container = ax.bar(depths.depth, share, 0.6, color=plotting.colors()[5])
+        container = ax.bar(depths.depth, share, 0.6, color=lab.colors()[5])
         ax.bar_label(container, [f"{x:.0f}" for x in share], padding=2)
         title = f"Of the first drafts {share[0]:.0f} % are accepted"
         ax.set_xticks(depths.depth)
     x = "position of the draft [tokens]"
     y = "accepted [%]"
-    set_labels(ax, title, x, y, ylim=(0, 100))
+    lab.set_labels(ax, title, x, y, ylim=(0, 100))
 
 
 def _draw_speed(ax: "Axes", result: Result) -> None:
@@ -417,7 +403,7 @@ def _draw_speed(ax: "Axes", result: Result) -> None:
     title = "Speed of serving"
     for place, kind in enumerate(served.way.tolist()):
         rates = served.tokens_per_s[place]
-        container = ax.barh(place, np.median(rates), 0.6, **system_style(kind).bar)
+        container = ax.barh(place, np.median(rates), 0.6, **lab.system_style(kind).bar)
         ax.bar_label(container, [f"{np.median(rates):,.0f}"], padding=3)
     if len(served):
         ratios = served.ratios(serving.WITH_DRAFTS, batches[0])
@@ -427,4 +413,9 @@ def _draw_speed(ax: "Axes", result: Result) -> None:
         ax.set_ylim(len(served) - 0.4, -0.6)
         ax.margins(x=0.15)
     ax.tick_params(axis="y", length=0)
-    set_labels(ax, title, "speed [tokens/s]", "")
+    lab.set_labels(ax, title, "speed [tokens/s]", "")
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(2, 2, 3.4)
+)

@@ -3,14 +3,14 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float
 
+from experiments import lab
 from jaxkv import validation
 from jaxkv.models import Experts, LatentConfig, ModelConfig
-from jaxkv.progress import Progress
 from scaling import training
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, Corpus, CorpusConfig
 from scaling.training import (
@@ -38,8 +38,7 @@ DENSE: Kind = "MHA"
 FULL_BLOCK: Kind = "DeepSeek"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockShapes:
+class BlockShapes(lab.ConfigRecord):
     """Shape parameters of the models."""
 
     width: int = 64
@@ -71,6 +70,7 @@ class BlockShapes:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
+        super().__post_init__()
         validation.check_fields(self, num_dense_layers=0)
         if self.num_heads % self.num_groups:
             raise ValueError(
@@ -79,49 +79,42 @@ class BlockShapes:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Models, training text, and served prompts."""
 
     shapes: BlockShapes = BlockShapes()
-    kinds: tuple[Kind, ...] = BLOCK_KINDS
+    kinds: Annotated[tuple[Kind, ...], lab.Choices(BLOCK_KINDS)] = BLOCK_KINDS
     """Trained kinds."""
-    num_seeds: int = 2
+    num_seeds: lab.PositiveInt = 2
     """Runs of each kind, with seeds 0, 1, ..., which also order the text."""
     corpus: CorpusConfig = STANDARD_LIBRARY
-    seq_len: int = 128
-    batch_size: int = 16
+    seq_len: lab.PositiveInt = 128
+    batch_size: lab.PositiveInt = 16
     """Windows per step."""
-    num_steps: int = 300
+    num_steps: Annotated[int, lab.Range(10)] = 300
     learning_rate: float = 2e-2
     """Peak learning rate of all models: the best of 0.005, 0.01, 0.02 and 0.04 for the
     MHA model after 150 steps. The first tenth of the steps is warm-up, the last 3
     tenths decay to zero."""
-    num_windows: int = 1024
+    num_windows: Annotated[int, lab.Range(2)] = 1024
     """Held-out windows that are scored."""
     num_prompts: int = 16
     """Held-out prompts, continued greedily by the models of seed 0."""
-    prompt_tokens: int = 32
-    output_tokens: int = 96
+    prompt_tokens: Annotated[int, lab.Range(2)] = 32
+    output_tokens: lab.PositiveInt = 96
     """Tokens of each answer."""
-    num_drafts: int = 3
+    num_drafts: lab.PositiveInt = 3
     """Drafts per step of the module for multi-token prediction."""
-    batches: tuple[int, ...] = (1,)
+    batches: lab.AscendingInts = (1,)
     """Sequences that are served concurrently."""
-    rounds: int = 7
+    rounds: lab.PositiveInt = 7
     """Rounds in which all served models alternate."""
     folder: str = ""
     """Folder of checkpoints to resume from; empty: not kept."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.among(self, "kinds", allowed_values=BLOCK_KINDS)
-        names = ("num_seeds", "seq_len", "batch_size", "rounds", "num_drafts")
-        validation.at_least(self, *names, "output_tokens")
-        validation.at_least(self, "prompt_tokens", low=2)
-        validation.at_least(self, "num_steps", low=10)
-        validation.at_least(self, "num_windows", low=2)
-        validation.ascending(self, "batches", low=1)
+        super().__post_init__()
         if self.batches and self.num_prompts % max(self.batches):
             raise ValueError(
                 f"num_prompts={self.num_prompts} must be a multiple of "
@@ -260,7 +253,7 @@ def train_block_model(
     *,
     corpus: Corpus,
     num_windows: int,
-    progress: Progress,
+    progress: lab.Progress,
 ) -> TrainedModel | None:
     """Trains or resumes a model in a folder, and scores it.
 

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from experiments import lab
 from experiments.harness import Server, make_benchmark_config, measure_in_turns
 from experiments.training.deepseek.runs import DENSE, FULL_BLOCK, TrainedModel
 from jaxkv.engine import EngineConfig, EngineRules
 from jaxkv.memory import Pages
 from jaxkv.models import ModelConfig, make_model_pages
-from jaxkv.progress import Progress
-from jaxkv.report import Floats, Ints, ResultTable, Texts, column, computed_column
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Engine
 from jaxkv.speculation import ModelWeights, build_speculative, parse_speculation
@@ -24,29 +23,29 @@ WITH_DRAFTS = "DeepSeek, with drafts"
 _PAGE_SIZE = 16
 
 
-class ServedModels(ResultTable):
+class ServedModels(lab.ResultTable):
     """Speed of every way of serving."""
 
-    way: Texts = column("a kind, or `WITH_DRAFTS`", heading="served")
-    batch: Ints = column("sequences at once")
-    tokens_per_s: Float[np.ndarray, "rows rounds"] = column(
+    way: lab.Texts = lab.column("a kind, or `WITH_DRAFTS`", heading="served")
+    batch: lab.Ints = lab.column("sequences at once")
+    tokens_per_s: Float[np.ndarray, "rows rounds"] = lab.column(
         "answers' tokens over the time of all requests, prompts included", of=np.median
     )
-    ratio: Floats = column(
+    ratio: lab.Floats = lab.column(
         "over the DeepSeek model without drafts, median of rounds",
         heading="over no drafts",
         form="{:.2f}",
     )
-    tokens_per_step: Floats = column(
+    tokens_per_step: lab.Floats = lab.column(
         "tokens of a sequence in a decoding step", form="{:.2f}"
     )
-    pool_bytes: Floats = column(
+    pool_bytes: lab.Floats = lab.column(
         "float32 bytes of a token in all pages, those of the drafter included",
         heading="bytes a token, float32",
         form="{:,.0f}",
     )
-    num_tokens: Ints = column("tokens of all answers", heading="tokens")
-    num_other: Ints = column(
+    num_tokens: lab.Ints = lab.column("tokens of all answers", heading="tokens")
+    num_other: lab.Ints = lab.column(
         "tokens that differ from the same model's without drafts",
         heading="other tokens",
     )
@@ -59,22 +58,22 @@ class ServedModels(ResultTable):
         return ours / base
 
 
-class DraftDepths(ResultTable):
+class DraftDepths(lab.ResultTable):
     """Drafts by their position after the model's own last token."""
 
-    depth: Ints = column("position of the draft, from 1")
-    drafted: Ints = column("drafts that were verified")
-    accepted: Ints = column("drafts that were accepted, with all before them")
+    depth: lab.Ints = lab.column("position of the draft, from 1")
+    drafted: lab.Ints = lab.column("drafts that were verified")
+    accepted: lab.Ints = lab.column("drafts that were accepted, with all before them")
 
     @property
-    @computed_column(heading="accepted")
-    def accepted_share(self) -> Floats:
+    @lab.computed_column(heading="accepted")
+    def accepted_share(self) -> lab.Floats:
         """Share of the drafts of a position that are accepted."""
         return self.accepted / np.maximum(self.drafted, 1)
 
     @property
-    @computed_column(heading="if those before are")
-    def conditional_share(self) -> Floats:
+    @lab.computed_column(heading="if those before are")
+    def conditional_share(self) -> lab.Floats:
         """Share that is accepted among drafts whose predecessors are."""
         before = np.concatenate([self.drafted[:1], self.accepted[:-1]])
         return self.accepted / np.maximum(before, 1)
@@ -117,7 +116,7 @@ def serve_in_turns(
     num_drafts: int,
     batches: tuple[int, ...],
     rounds: int,
-    progress: Progress,
+    progress: lab.Progress,
 ) -> tuple[ServedModels, DraftDepths]:
     """Serves two models in alternating rounds, the second one also with drafts.
 

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import collective_bytes, median_seconds, predicted_traffic
-from jaxkv import models, report, validation
+from jaxkv import models
 from jaxkv.models import Experts, ModelConfig, Params, Routing, run_sequences
 from jaxkv.parallel import dropped_fraction
-from jaxkv.plotting import draw_curve, label_log_axis, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Texts,
-    column,
-    format_percent,
-    format_seconds,
-)
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, CorpusConfig, open_corpus
 from scaling.costs import Layout, parse_layout
 from scaling.training import (
@@ -58,14 +45,11 @@ from scaling.training import (
 )
 from scaling.training import transformer as make_transformer_config
 
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.6)
 BALANCE_WEIGHTS = {"with": 0.01, "without": 0.0}
 """Weights of the load-balancing loss."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """A mixture of experts, its training, and layouts."""
 
     width: int = 64
@@ -77,26 +61,23 @@ class Config:
     batch_size: int = 16
     """Windows of a step over all devices."""
     seq_len: int = 128
-    num_steps: int = 600
+    num_steps: lab.PositiveInt = 600
     learning_rate: float = 1e-2
     corpus: CorpusConfig = STANDARD_LIBRARY
-    devices: tuple[int, ...] = (2, 4, 8)
+    devices: Annotated[tuple[int, ...], lab.Ascending(2)] = (2, 4, 8)
     """Degrees of tensor and of expert parallelism."""
-    capacities: tuple[float, ...] = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
+    capacities: lab.AscendingFloats = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
     """Capacity factors: places of an expert over the even share, ascending."""
-    sent_capacity: float = 1.25
+    sent_capacity: Annotated[float, lab.Range(0, ends="()")] = 1.25
     """Capacity factor of the layouts whose bytes and times are reported."""
     num_windows: int = 256
     """Held-out windows whose routing is measured."""
-    rounds: int = 7
+    rounds: lab.PositiveInt = 7
     """Timed steps of every layout, interleaved."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "num_steps", "rounds")
-        validation.ascending(self, "devices", low=2)
-        validation.ascending(self, "capacities", low=0)
-        validation.above(self, "sent_capacity", finite=True)
+        super().__post_init__()
         num = max(self.devices)
         for name in ("batch_size", "num_windows"):
             if getattr(self, name) % num:
@@ -164,60 +145,76 @@ CONFIGS = {
 }
 
 
-class LayoutTable(ResultTable):
+class LayoutTable(lab.ResultTable):
     """Traffic, gradient error and step time of each layout."""
 
-    layout: Texts = column("notation of `jaxkv cost`")
-    devices: Ints = column("devices of the mesh")
-    layers_bytes: Floats = column(
+    layout: lab.Texts = lab.column("notation of `jaxkv cost`")
+    devices: lab.Ints = lab.column("devices of the mesh")
+    layers_bytes: lab.Floats = lab.column(
         "bytes that a device sends for activations, by formula", heading="activations"
     )
-    sent_bytes: Floats = column("bytes that it sends in a step", heading="sent")
-    found_bytes: Floats = column("bytes of the program's collectives", heading="found")
-    error: Floats = column(
+    sent_bytes: lab.Floats = lab.column("bytes that it sends in a step", heading="sent")
+    found_bytes: lab.Floats = lab.column(
+        "bytes of the program's collectives", heading="found"
+    )
+    error: lab.Floats = lab.column(
         "gradient error against one device, over the largest value of a parameter",
         form="{:.1e}",
     )
-    step_s: Floats = column(
-        "median time of a gradient", heading="time", form=format_seconds
+    step_s: lab.Floats = lab.column(
+        "median time of a gradient", heading="time", form=lab.format_seconds
     )
 
 
-class CapacityDrops(ResultTable):
+class CapacityDrops(lab.ResultTable):
     """Effect of a capacity factor on held-out text, over all devices."""
 
-    balancing: Texts = column("with or without the loss", heading="balancing loss")
-    capacity: Floats = column("capacity factor", form="{:g}")
-    dropped: Floats = column("share of choices, mean over layers", form=format_percent)
-    loss: Floats = column("nats per token with drops", form="{:.3f}")
-    sent_bytes: Floats = column("to the experts and back, forward", heading="sent")
+    balancing: lab.Texts = lab.column(
+        "with or without the loss", heading="balancing loss"
+    )
+    capacity: lab.Floats = lab.column("capacity factor", form="{:g}")
+    dropped: lab.Floats = lab.column(
+        "share of choices, mean over layers", form=lab.format_percent
+    )
+    loss: lab.Floats = lab.column("nats per token with drops", form="{:.3f}")
+    sent_bytes: lab.Floats = lab.column(
+        "to the experts and back, forward", heading="sent"
+    )
 
 
-class ExpertLoads(ResultTable):
+class ExpertLoads(lab.ResultTable):
     """Load imbalance of experts, and of devices that hold a part of them."""
 
-    balancing: Texts = column("with or without the loss", heading="balancing loss")
-    layer: Ints = column("layer, from 1")
-    devices: Ints = column("devices that share the experts")
-    busiest: Floats = column("largest load of a device / mean", form="{:.2f}")
-    busiest_expert: Floats = column("largest load of an expert / mean", form="{:.2f}")
-    variation: Floats = column("standard deviation of expert loads", form="{:.2f}")
-    idle: Floats = column("share of experts without tokens", form=format_percent)
+    balancing: lab.Texts = lab.column(
+        "with or without the loss", heading="balancing loss"
+    )
+    layer: lab.Ints = lab.column("layer, from 1")
+    devices: lab.Ints = lab.column("devices that share the experts")
+    busiest: lab.Floats = lab.column("largest load of a device / mean", form="{:.2f}")
+    busiest_expert: lab.Floats = lab.column(
+        "largest load of an expert / mean", form="{:.2f}"
+    )
+    variation: lab.Floats = lab.column(
+        "standard deviation of expert loads", form="{:.2f}"
+    )
+    idle: lab.Floats = lab.column(
+        "share of experts without tokens", form=lab.format_percent
+    )
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Traffic, drops, loads and losses."""
 
-    ways: LayoutTable = column("by layout")
-    drops: CapacityDrops = column("by capacity factor")
-    loads: ExpertLoads = column("by layer and number of devices")
-    params: int = column("parameters of a mixture")
-    losses: np.ndarray = column(
+    ways: LayoutTable = lab.column("by layout")
+    drops: CapacityDrops = lab.column("by capacity factor")
+    loads: ExpertLoads = lab.column("by layer and number of devices")
+    params: int = lab.column("parameters of a mixture")
+    losses: np.ndarray = lab.column(
         "held-out nats per token without drops, with and without the balancing loss"
     )
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Trains two mixtures and divides them; if stopped, keeps finished parts."""
     corpus = open_corpus(config.corpus)
     windows = stream_windows(
@@ -300,7 +297,7 @@ def _loss(model: ModelConfig, layout: Layout, params: Params, windows: Array) ->
 
 
 def _divide(
-    config: Config, params: Params, windows: np.ndarray, progress: Progress
+    config: Config, params: Params, windows: np.ndarray, progress: lab.Progress
 ) -> list[tuple[object, ...]]:
     """Compiles every layout; compares its traffic and gradient, and times it."""
     model = config.model("with")
@@ -344,10 +341,10 @@ def _divide(
 
 def metrics(result: Result) -> dict[str, object]:
     """Returns rows of all layouts, capacities and loads, and the losses."""
-    return report.metrics(result) | {"losses": result.losses.tolist()}
+    return lab.metrics(result) | {"losses": result.losses.tolist()}
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of traffic and times, drops, and load imbalance."""
     both = zip(BALANCE_WEIGHTS, result.losses, strict=False)
     losses = ", ".join(f"{loss:.3f} {name}" for name, loss in both)
@@ -366,21 +363,21 @@ def summary(result: Result) -> list[ReportPart]:
     ]
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares formulas with programs, and gradients with those of one device."""
     for row in result.ways.rows():
         words = row["layout"]
-        yield measured(
+        yield lab.measured(
             "bytes", row["sent_bytes"], published=row["found_bytes"], layout=words
         )
         if "capacity" not in words:
-            yield measured("gradient", row["error"], layout=words)
+            yield lab.measured("gradient", row["error"], layout=words)
     for capacity in result.drops.distinct("capacity"):
         both = result.drops.where(capacity=capacity)
         dropped = dict(zip(both.balancing.tolist(), both.dropped.tolist(), strict=True))
         if len(dropped) == len(BALANCE_WEIGHTS) and dropped["without"]:
-            yield measured(
+            yield lab.measured(
                 "drops",
                 dropped["with"],
                 published=dropped["without"],
@@ -401,7 +398,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
         label = kind if kind.startswith("tensor") else f"expert parallel, {kind}"
         sent = ways.layers_bytes[selected] / 1e6
         system = "tensor" if label.startswith("tensor") else label.partition("=")[0]
-        draw_curve(left, ways.devices[selected], sent, system, label)
+        lab.draw_curve(left, ways.devices[selected], sent, system, label)
         last[label] = float(sent[-1])
     title = "Activations that a device sends in a step"
     if len(last) > 1:
@@ -409,15 +406,17 @@ def plot(axes: np.ndarray, result: Result) -> None:
         title = f"{max(ways.devices)} devices: {min_layout} sends "
         title += f"1/{last[max_layout] / last[min_layout]:.0f} of {max_layout}"
     y = "sent in a step [MB]"
-    set_labels(left, title, "expert group [devices]", y, yscale="log")
+    lab.set_labels(left, title, "expert group [devices]", y, yscale="log")
     left.xaxis.set_major_locator(ticker.FixedLocator(ways.distinct("devices")))
-    label_log_axis(left.yaxis)
+    lab.label_log_axis(left.yaxis)
     left.legend()
     dropped = {}
     for name in BALANCE_WEIGHTS:
         subset = result.drops.where(balancing=name)
         label = f"{name} balancing"
-        draw_curve(right, subset.capacity, 100 * subset.dropped, label, f"{label} loss")
+        lab.draw_curve(
+            right, subset.capacity, 100 * subset.dropped, label, f"{label} loss"
+        )
         pairs = zip(subset.capacity, subset.dropped, strict=True)
         dropped |= {(name, x): y for x, y in pairs}
     shared = sorted({x for _, x in dropped}, key=lambda x: abs(x - 1.25))
@@ -428,6 +427,11 @@ def plot(axes: np.ndarray, result: Result) -> None:
         title += f"balancing loss, {shares[1]:.0f} % without"
     x = "capacity / even share [ratio]"
     y = "choices dropped [%]"
-    set_labels(right, title, x, y)
+    lab.set_labels(right, title, x, y)
     right.set_ylim(bottom=0)
     right.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(1, 2, 3.6)
+)

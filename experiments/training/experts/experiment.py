@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import (
     RATE_HEADS,
     direction_verdict,
@@ -27,40 +27,12 @@ from experiments.harness import (
 )
 from experiments.training.experts import runs
 from experiments.training.experts.runs import PAIR, Config, Shapes, TrainingRun
-from jaxkv import models, report
+from jaxkv import models
 from jaxkv.models import Experts
-from jaxkv.plotting import (
-    draw_curve,
-    draw_reference_line,
-    label_log_axis,
-    label_wide_log_axis,
-    set_labels,
-    shade_band,
-    system_style,
-)
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Bools,
-    Floats,
-    Ints,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    computed_column,
-    format_flops,
-    format_percent,
-    format_seconds,
-)
 from scaling.fits import Objective, bootstrap, compare, predict
 from scaling.fits import fit as fit_law
 from scaling.laws import find_law
 from scaling.sweeps import Workers, open_on_device
-
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(
@@ -85,79 +57,91 @@ CONFIGS = {
 BALANCING = ("with", "without")
 
 
-class PairRuns(ResultTable):
+class PairRuns(lab.ResultTable):
     """All training runs."""
 
-    kind: Texts = column("a `runs.Kind`")
-    width: Ints = column("hidden size")
-    learning_rate: Floats = column("peak at that width", heading="rate", form="{:.2g}")
-    seed: Ints = column("seed of parameters and data order")
-    num_params: Ints = column("parameters of all experts", heading="parameters")
-    num_active: Ints = column("active parameters of a token", heading="active")
-    num_tokens: Ints = column("trained tokens", heading="tokens")
-    flops: Floats = column(
+    kind: lab.Texts = lab.column("a `runs.Kind`")
+    width: lab.Ints = lab.column("hidden size")
+    learning_rate: lab.Floats = lab.column(
+        "peak at that width", heading="rate", form="{:.2g}"
+    )
+    seed: lab.Ints = lab.column("seed of parameters and data order")
+    num_params: lab.Ints = lab.column("parameters of all experts", heading="parameters")
+    num_active: lab.Ints = lab.column("active parameters of a token", heading="active")
+    num_tokens: lab.Ints = lab.column("trained tokens", heading="tokens")
+    flops: lab.Floats = lab.column(
         "active FLOPs, causal attention",
         heading="compute",
-        form=format_flops,
+        form=lab.format_flops,
     )
-    loss: Floats = column("nats per token of held-out text", form="{:.3f}")
-    loss_se: Floats = column("of the loss", heading="standard error", form="{:.3f}")
-    seconds: Floats = column("of training", heading="time", form=format_seconds)
-    is_fitted: Bools = column(
+    loss: lab.Floats = lab.column("nats per token of held-out text", form="{:.3f}")
+    loss_se: lab.Floats = lab.column(
+        "of the loss", heading="standard error", form="{:.3f}"
+    )
+    seconds: lab.Floats = lab.column(
+        "of training", heading="time", form=lab.format_seconds
+    )
+    is_fitted: lab.Bools = lab.column(
         "True at the chosen rate, unless without the balancing loss", heading="fitted"
     )
 
 
-class Laws(ResultTable):
+class Laws(lab.ResultTable):
     """Power laws of loss by compute, with 90 % intervals."""
 
-    kind: Texts = column("dense or mixture")
-    runs: Ints = column("fitted runs")
-    exponent: Floats = column("exponent of compute, negative", form="{:.3f}")
-    low: Floats = column("lower end of its interval", form="{:.3f}")
-    high: Floats = column("upper end of its interval", form="{:.3f}")
+    kind: lab.Texts = lab.column("dense or mixture")
+    runs: lab.Ints = lab.column("fitted runs")
+    exponent: lab.Floats = lab.column("exponent of compute, negative", form="{:.3f}")
+    low: lab.Floats = lab.column("lower end of its interval", form="{:.3f}")
+    high: lab.Floats = lab.column("upper end of its interval", form="{:.3f}")
 
 
-class LoadImbalance(ResultTable):
+class LoadImbalance(lab.ResultTable):
     """Load imbalance of the experts of two runs, relative to the mean load."""
 
-    balancing: Texts = column("with or without the loss", heading="balancing loss")
-    layer: Ints = column("layer, from 1")
-    busiest: Floats = column("largest load of an expert", form="{:.2f}")
-    variation: Floats = column("standard deviation of loads", form="{:.2f}")
-    idle: Floats = column("without tokens", heading="idle experts", form=format_percent)
+    balancing: lab.Texts = lab.column(
+        "with or without the loss", heading="balancing loss"
+    )
+    layer: lab.Ints = lab.column("layer, from 1")
+    busiest: lab.Floats = lab.column("largest load of an expert", form="{:.2f}")
+    variation: lab.Floats = lab.column("standard deviation of loads", form="{:.2f}")
+    idle: lab.Floats = lab.column(
+        "without tokens", heading="idle experts", form=lab.format_percent
+    )
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """All runs, fitted laws, and expert loads."""
 
-    runs: PairRuns = column("finished runs", prefix="")
-    loads: Float[np.ndarray, "2 mixtures experts"] = column(
+    runs: PairRuns = lab.column("finished runs", prefix="")
+    loads: Float[np.ndarray, "2 mixtures experts"] = lab.column(
         "with and without the balancing loss: share of held-out tokens over the mean, "
         "1 if even"
     )
-    curve_flops: np.ndarray = column("compute of the drawn laws")
-    curve_loss: Float[np.ndarray, "2 points 3"] = column(
+    curve_flops: np.ndarray = lab.column("compute of the drawn laws")
+    curve_loss: Float[np.ndarray, "2 points 3"] = lab.column(
         "dense and mixture: fitted law and its 90 % interval"
     )
-    slope: Float[np.ndarray, "2 3"] = column("exponent of compute, with its interval")
-    ratio: Float[np.ndarray, "3"] = column(
+    slope: Float[np.ndarray, "2 3"] = lab.column(
+        "exponent of compute, with its interval"
+    )
+    ratio: Float[np.ndarray, "3"] = lab.column(
         "compute of dense models over that of mixtures at the middle of the losses "
         "that both reached, with its interval"
     )
-    routing_error: float = column(
+    routing_error: float = lab.column(
         "largest difference between the shares of a trained router and the formula"
     )
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def laws(self) -> Laws:
         """Fitted law of each kind."""
         counts = [len(self.runs.where(kind=kind, is_fitted=True)) for kind in PAIR]
         return Laws(np.array(PAIR), np.array(counts), *self.slope.T)
 
     @property
-    @computed_column()
+    @lab.computed_column()
     def imbalance(self) -> LoadImbalance:
         """Load imbalance by layer; empty if stopped before."""
         rows = []
@@ -170,7 +154,7 @@ class Result(ResultRecord):
         return LoadImbalance.of(rows)
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Trains all pairs, then fits; if stopped, keeps the finished runs."""
     training_runs: list[TrainingRun] = []
     corpus = open_on_device(config.corpus)
@@ -269,13 +253,13 @@ def routing_error(router: np.ndarray, *, top_k: int) -> float:
     return float(np.abs(shares - wanted).max())
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares routing, gain and balance with expected and published values."""
-    yield measured("shares", result.routing_error)
+    yield lab.measured("shares", result.routing_error)
     ratio, *ends = result.ratio.tolist()
     shown = judge_direction(*ends)
-    yield measured(
+    yield lab.measured(
         "gain",
         ratio,
         direction=direction_verdict(shown),
@@ -284,17 +268,17 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     )
     if result.loads.size:
         balanced, free = result.loads.max(axis=2).mean(axis=1).tolist()
-        yield measured("balance", balanced, published=free)
+        yield lab.measured("balance", balanced, published=free)
 
 
 def metrics(result: Result) -> dict[str, object]:
     """Returns laws, the compute ratio, the imbalance, and every run."""
     names = ("ratio", "ratio_low", "ratio_high")
     ratios = dict(zip(names, result.ratio.tolist(), strict=True))
-    return report.metrics(result) | ratios
+    return lab.metrics(result) | ratios
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of laws, gain, imbalance and runs."""
     ratio, *ends = result.ratio
     gain = (format_interval(*ends), judge_direction(*ends))
@@ -305,7 +289,7 @@ def summary(result: Result) -> list[ReportPart]:
             note="Fitted to the runs at each kind's best learning rate; 90 % intervals "
             "by resampling runs, including seeds.",
         ),
-        Sheet(
+        lab.Sheet(
             "compute of dense models over the mixtures', to equal loss",
             ("ratio", "90 %", "mixtures need less"),
             [(f"{ratio:.2f}", *gain)],
@@ -326,7 +310,7 @@ def summary(result: Result) -> list[ReportPart]:
     ]
 
 
-def _rates(pair_runs: PairRuns) -> Sheet:
+def _rates(pair_runs: PairRuns) -> lab.Sheet:
     """Returns a table of the rates tried with the first seed, if there were several."""
     rows = []
     for kind in PAIR:
@@ -336,7 +320,7 @@ def _rates(pair_runs: PairRuns) -> Sheet:
                 taken = subset.where(is_fitted=True).learning_rate[0]
                 cells = format_rates(subset.learning_rate, subset.loss, taken)
                 rows.append((kind, str(width), *cells))
-    return Sheet(
+    return lab.Sheet(
         "learning rates tried",
         ("kind", "width", *RATE_HEADS),
         rows,
@@ -353,14 +337,16 @@ def plot(axes: np.ndarray, result: Result) -> None:
     for i, kind in enumerate(PAIR):
         subset = result.runs.where(kind=kind)
         fitted, other_rates = (subset.where(is_fitted=x) for x in (True, False))
-        draw_curve(left, fitted.flops, fitted.loss, kind, kind, linestyle="")
+        lab.draw_curve(left, fitted.flops, fitted.loss, kind, kind, linestyle="")
         look = {"linestyle": "", "marker": "x"}
-        draw_curve(left, other_rates.flops, other_rates.loss, kind, alpha=0.5, **look)
+        lab.draw_curve(
+            left, other_rates.flops, other_rates.loss, kind, alpha=0.5, **look
+        )
         if result.curve_flops.size:
             at, low, high = result.curve_loss[i].T
-            draw_curve(left, result.curve_flops, at, kind, marker="")
-            color = system_style(kind).color
-            shade_band(left, result.curve_flops, low, high, color, 0.15)
+            lab.draw_curve(left, result.curve_flops, at, kind, marker="")
+            color = lab.system_style(kind).color
+            lab.shade_band(left, result.curve_flops, low, high, color, 0.15)
     left.plot([], [], "x", color="0.5", label="other rates")
     title = "Loss by compute, laws with 90 % intervals"
     if result.curve_flops.size:
@@ -369,9 +355,9 @@ def plot(axes: np.ndarray, result: Result) -> None:
         title = f"With most compute: {', '.join(ends)} nats/byte (bands: 90 %)"
     x = "training compute [FLOP]"
     y = "held-out loss [nats/byte]"
-    set_labels(left, title, x, y, xscale="log", yscale="log")
-    label_wide_log_axis(left.xaxis)
-    label_log_axis(left.yaxis)
+    lab.set_labels(left, title, x, y, xscale="log", yscale="log")
+    lab.label_wide_log_axis(left.xaxis)
+    lab.label_log_axis(left.yaxis)
     left.legend()
     peak = []
     for name, loads in zip(BALANCING, result.loads, strict=True):
@@ -381,12 +367,17 @@ def plot(axes: np.ndarray, result: Result) -> None:
             place = range(1, len(load) + 1)
             label = f"{system}, layer {layer}"
             look = {"linestyle": ("-", "--", ":", "-.")[(layer - 1) % 4]}
-            draw_curve(right, place, np.sort(load)[::-1], system, label, **look)
-    draw_reference_line(right, 1, "mean")
+            lab.draw_curve(right, place, np.sort(load)[::-1], system, label, **look)
+    lab.draw_reference_line(right, 1, "mean")
     right.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     title = f"The busiest expert has {peak[0]:.1f} times the mean load with balancing, "
     title += f"{peak[1]:.1f} without"
-    set_labels(right, title, "expert, busiest first [1]", "load / mean [ratio]")
+    lab.set_labels(right, title, "expert, busiest first [1]", "load / mean [ratio]")
     right.set_ylim(bottom=0)
     if result.loads.size:
         right.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(1, 2, 3.8)
+)

@@ -3,14 +3,15 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv import models, validation
+from experiments import lab
+from jaxkv import models
 from jaxkv.models import Experts, ModelConfig, Params
 from scaling import training
 from scaling.corpora import STANDARD_LIBRARY, VOCAB_SIZE, Corpus, CorpusConfig
@@ -52,15 +53,25 @@ class Shapes:
     """Trained tokens over the matrix parameters of the dense model of that width."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Models, training text and tuning."""
 
-    widths: tuple[int, ...] = (16, 24, 32, 40, 48)
+    widths: Annotated[tuple[int, ...], lab.Ascending(8, minimum=3)] = (
+        16,
+        24,
+        32,
+        40,
+        48,
+    )
     """Hidden sizes, ascending multiples of 8; one pair of models each."""
     num_tuned: int = 2
     """Number of smallest widths at which both kinds try every learning rate."""
-    learning_rates: tuple[float, ...] = (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
+    learning_rates: Annotated[lab.PositiveFloats, lab.Entries(1)] = (
+        6e-3,
+        1.2e-2,
+        2.4e-2,
+        4.8e-2,
+    )
     """Peak learning rates at the smallest width; rates scale as 1 / width (Yang et al.
     2022, arXiv:2203.03466, table 3). Each kind uses its best rate at the tuned
     widths."""
@@ -68,30 +79,24 @@ class Config:
     """Number of smallest widths with a second seed."""
     shapes: Shapes = Shapes()
     corpus: CorpusConfig = STANDARD_LIBRARY
-    num_threads: int = 2
+    num_threads: lab.PositiveInt = 2
     """Models trained concurrently, so that compilation overlaps with training. Results
     do not depend on it."""
-    num_windows: int = 512
+    num_windows: Annotated[int, lab.Range(2)] = 512
     """Held-out windows that are scored."""
-    num_resamples: int = 1000
+    num_resamples: Annotated[int, lab.Range(2)] = 1000
     """Resamples of the runs for intervals."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.ascending(self, "widths", low=8, minimum=3)
+        super().__post_init__()
         if any(width % 8 for width in self.widths):
             raise ValueError(f"widths={self.widths!r} must be multiples of 8")
-        validation.above(self, "learning_rates")
         num_widths = len(self.widths)
-        validation.within(self, "num_tuned", "num_repeated", low=0, high=num_widths)
+        for name in ("num_tuned", "num_repeated"):
+            lab.Range(0, num_widths).check(name, getattr(self, name))
         if len(self.learning_rates) != 1 and not self.num_tuned:
             raise ValueError("several learning rates need num_tuned of at least 1")
-        if not self.learning_rates:
-            raise ValueError(
-                f"learning_rates={self.learning_rates!r} must be one or more"
-            )
-        validation.at_least(self, "num_threads")
-        validation.at_least(self, "num_windows", "num_resamples", low=2)
 
     def scaled(self, rate: float, width: int) -> float:
         """Returns a learning rate of the smallest width, scaled to another width."""

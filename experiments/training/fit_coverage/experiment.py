@@ -7,25 +7,12 @@ warnings. Ill-posed surfaces (collinear, few, corrupted, or with a negligible te
 floor) should cause a warning, unless all 3 intervals contain the truth.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import plotting
-from jaxkv.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    draw_curve,
-    draw_reference_line,
-    set_labels,
-)
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ReportPart, Sheet, format_percent
+from experiments import lab
 from scaling import fits
 from scaling.laws import CHINCHILLA, ILL_POSED, SOUND, simulate_runs, surface_loss
 
@@ -34,35 +21,20 @@ _MIN_SURFACES = 200
 """Fewest surfaces for a verdict on a share."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Numbers and sizes of the surfaces."""
 
-    sizes: tuple[int, ...] = (32, 240)
+    sizes: Annotated[tuple[int, ...], lab.Range(10), lab.Entries(1)] = (32, 240)
     """Runs on a surface."""
-    num_datasets: int = 400
+    num_datasets: lab.PositiveInt = 400
     """Sound surfaces of each size and kind of noise."""
-    num_ill_posed: int = 60
+    num_ill_posed: lab.PositiveInt = 60
     """Surfaces of each ill-posed kind, of the first size."""
-    num_resamples: int = 400
+    num_resamples: Annotated[int, lab.Range(20)] = 400
     """Resamples of each surface."""
     seed: int = 1000
     """Seed of the first surface; following surfaces have following seeds."""
 
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        if not self.sizes or min(self.sizes) < 10:
-            raise ValueError(f"sizes={self.sizes!r} must be numbers of at least 10")
-        if min(self.num_datasets, self.num_ill_posed) < 1 or self.num_resamples < 20:
-            raise ValueError(
-                f"num_datasets={self.num_datasets!r} and "
-                f"num_ill_posed={self.num_ill_posed!r} must be at least 1, "
-                f"num_resamples={self.num_resamples!r} at least 20"
-            )
-
-
-PANELS = (2, 1)
-PANEL_SIZE_INCHES = (6.8, 3.2)
 
 CONFIGS = {
     "real": Config(),
@@ -70,7 +42,7 @@ CONFIGS = {
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> list[dict[str, Any]]:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[lab.Row]:
     """Fits all surfaces, a row per kind; if stopped, keeps the finished kinds."""
     kinds = [
         (SOUND, size, noise, config.num_datasets)
@@ -131,27 +103,27 @@ def _fit(
 
 
 def _kinds(
-    result: list[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    result: list[lab.Row],
+) -> tuple[list[lab.Row], list[lab.Row]]:
     """Splits the rows into sound and ill-posed surfaces."""
     sound = [row for row in result if row["kind"] == SOUND]
     return sound, [row for row in result if row["kind"] != SOUND]
 
 
-def plot(axes: np.ndarray, result: list[dict[str, Any]]) -> None:
+def plot(axes: np.ndarray, result: list[lab.Row]) -> None:
     """Draws the coverage on sound surfaces, and the results on ill-posed ones."""
     sound, ill = _kinds(result)
     left, right = axes
     left.axhspan(86, 98, color="0.92")
-    draw_reference_line(left, 90, "nominal")
-    marks = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"))
+    lab.draw_reference_line(left, 90, "nominal")
+    marks = ((lab.BLUE, "o"), (lab.ORANGE, "s"), (lab.GREEN, "^"))
     covered = []
     for i, (name, (color, mark)) in enumerate(zip(QUANTITIES, marks, strict=False)):
         values = [100 * row[f"covers {name}"] for row in sound]
         covered += values
         places = np.arange(len(sound)) + 0.16 * (i - 1)
         look = {"marker": mark, "linestyle": "", "markersize": 7}
-        draw_curve(left, places, values, color, name, **look)
+        lab.draw_curve(left, places, values, color, name, **look)
     names = [f"{row['runs']} runs,\n{row['noise']} noise" for row in sound]
     left.set_xticks(range(len(sound)), names)
     title = "Sound surfaces: coverage of 90 % intervals"
@@ -159,18 +131,18 @@ def plot(axes: np.ndarray, result: list[dict[str, Any]]) -> None:
         title = "Sound surfaces: 90 % intervals hold the truth in "
         title += f"{min(covered):.0f} to {max(covered):.0f} %"
         left.legend()
-    set_labels(left, title, "", "intervals that hold the truth [%]", ylim=(80, 100))
+    lab.set_labels(left, title, "", "intervals that hold the truth [%]", ylim=(80, 100))
     names = [row["kind"] for row in ill]
     doubted = 100 * np.array([row["doubted"] for row in ill])
     neither = 100 * np.array([row["neither"] for row in ill])
     covered_only = 100 - doubted - neither
     start = np.zeros(len(ill))
     for values, label, color, hatch in (
-        (doubted, "warning", BLUE, ""),
-        (covered_only, "covered", GREEN, "//"),
-        (neither, "neither", RED, "\\\\"),
+        (doubted, "warning", lab.BLUE, ""),
+        (covered_only, "covered", lab.GREEN, "//"),
+        (neither, "neither", lab.RED, "\\\\"),
     ):
-        look = {"color": plotting.colors()[color], "hatch": hatch, "edgecolor": "white"}
+        look = {"color": lab.colors()[color], "hatch": hatch, "edgecolor": "white"}
         right.barh(names, values, 0.7, left=start, label=label, **look)
         start = start + values
     right.invert_yaxis()
@@ -181,29 +153,29 @@ def plot(axes: np.ndarray, result: list[dict[str, Any]]) -> None:
         share = np.average(neither, weights=weights)
         title = f"Ill-posed surfaces: {share:.1f} % have no warning and no coverage"
         right.legend()
-    set_labels(right, title, "surfaces [%]", "", xlim=(0, 100))
+    lab.set_labels(right, title, "surfaces [%]", "", xlim=(0, 100))
 
 
-@claims_file(__file__).judge
-def claims(result: list[dict[str, Any]]) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: list[lab.Row]) -> Iterator[lab.MeasuredValue]:
     """Compares coverage with the nominal one."""
     sound, ill = _kinds(result)
     for row in sound:
         few = row["surfaces"] < _MIN_SURFACES
         for name in QUANTITIES:
             covers = row[f"covers {name}"]
-            yield measured("covers", covers, differs=few, name=name, **row)
+            yield lab.measured("covers", covers, differs=few, name=name, **row)
     for row in sound:
         few = row["surfaces"] < _MIN_SURFACES
-        yield measured("sound", row["doubted"], differs=few, **row)
+        yield lab.measured("sound", row["doubted"], differs=few, **row)
     if ill:
         weights = [row["surfaces"] for row in ill]
         share = float(np.average([row["neither"] for row in ill], weights=weights))
         few = sum(weights) < _MIN_SURFACES
-        yield measured("ill_posed", share, differs=few, surfaces=sum(weights))
+        yield lab.measured("ill_posed", share, differs=few, surfaces=sum(weights))
 
 
-def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
+def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     """Returns tables of coverage and widths, and of warnings."""
     sound, ill = _kinds(result)
     heads = ["runs", "noise", *(f"{x}: covers, width" for x in QUANTITIES), "doubted"]
@@ -212,18 +184,25 @@ def summary(result: list[dict[str, Any]]) -> list[ReportPart]:
             str(row["runs"]),
             row["noise"],
             *(
-                f"{format_percent(row[f'covers {x}'])}, {row[f'width {x}']:.3g}"
+                f"{lab.format_percent(row[f'covers {x}'])}, {row[f'width {x}']:.3g}"
                 for x in QUANTITIES
             ),
-            format_percent(row["doubted"]),
+            lab.format_percent(row["doubted"]),
         ]
         for row in sound
     ]
-    parts: list[ReportPart] = [Sheet("sound surfaces, 90 % intervals", heads, lines)]
+    parts: list[lab.ReportPart] = [
+        lab.Sheet("sound surfaces, 90 % intervals", heads, lines)
+    ]
     if ill:
         keys = ("covers all", "doubted", "neither")
-        rows = [[row["kind"], *(format_percent(row[x]) for x in keys)] for row in ill]
+        rows = [
+            [row["kind"], *(lab.format_percent(row[x]) for x in keys)] for row in ill
+        ]
         sizes = f"{ill[0]['runs']} runs, {ill[0]['surfaces']} each"
         title = f"ill-posed surfaces of {sizes}"
-        parts.append(Sheet(title, ["kind", *keys], rows))
+        parts.append(lab.Sheet(title, ["kind", *keys], rows))
     return parts
+
+
+STUDY = lab.Study(CONFIGS, list, run, plot, claims, summary, panels=lab.Panels(2, 1))

@@ -5,19 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from experiments import lab
 from experiments.training.isoflop.outcomes import ComputePowers, Result
-from jaxkv.plotting import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    SKY,
-    colors,
-    draw_curve,
-    label_log_axis,
-    sequential_colors,
-    set_labels,
-)
 from scaling.cli import draw_isoflop_groups
 
 if TYPE_CHECKING:
@@ -26,9 +15,9 @@ if TYPE_CHECKING:
 
 _GREY = "0.6"
 METHOD_STYLES = {
-    "parabola": (ORANGE, "v"),
-    "akima": (SKY, "o"),
-    "projection": (GREEN, "s"),
+    "parabola": (lab.ORANGE, "v"),
+    "akima": (lab.SKY, "o"),
+    "projection": (lab.GREEN, "s"),
 }
 """Colour and marker of each method's minima."""
 
@@ -44,7 +33,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
     ax.plot(*fit.minima, "k*", markersize=8, label="minimum")
     num = int(np.isfinite(fit.minima.x).sum())
     title = f"isoFLOP curves: {num} of {len(fit.minima.x)} budgets have a minimum"
-    set_labels(ax, title, "parameters [1]", "held-out loss [nats/token]")
+    lab.set_labels(ax, title, "parameters [1]", "held-out loss [nats/token]")
     ax.legend()
     for ax, name in ((axes[1, 0], "num_params"), (axes[1, 1], "num_tokens")):
         _draw_optima(ax, result, name)
@@ -57,7 +46,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
 def _draw_curves(ax: "Axes", result: Result) -> None:
     """Draws the training loss of every run by compute, and the lower envelope."""
     curves = result.curves
-    shade = sequential_colors(np.log(curves.num_params))
+    shade = lab.sequential_colors(np.log(curves.num_params))
     for run, first in zip(*np.unique(curves.run, return_index=True), strict=True):
         subset = curves.where(run=run)
         subset = subset.at(np.argsort(subset.flops))
@@ -71,7 +60,7 @@ def _draw_curves(ax: "Axes", result: Result) -> None:
         look = {"marker": "", "linewidth": 0.8}
         x = result.held_out_flops
         y = result.held_out_loss
-        draw_curve(ax, x, y, RED, "held-out run", **look)
+        lab.draw_curve(ax, x, y, lab.RED, "held-out run", **look)
     mask = np.isfinite(result.envelope.loss)
     if mask.any():
         x = result.envelope.flops[mask]
@@ -81,10 +70,10 @@ def _draw_curves(ax: "Axes", result: Result) -> None:
     low = float(curves.flops.min())
     title = f"Training under cosines: {num} runs and their envelope"
     y = "training loss [nats/token]"
-    set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
+    lab.set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
     ax.set_xlim(left=max(low, 1e-3 * float(curves.flops.max())))
     ax.legend()
-    label_log_axis(ax.yaxis)
+    lab.label_log_axis(ax.yaxis)
 
 
 def _draw_optima(ax: "Axes", result: Result, name: str) -> None:
@@ -101,10 +90,10 @@ def _draw_optima(ax: "Axes", result: Result, name: str) -> None:
         if method not in optima.methods:
             continue
         i = [*optima.methods].index(method)
-        ax.plot(optima.flops, getattr(optima, name)[i], mark, color=colors()[color])
+        ax.plot(optima.flops, getattr(optima, name)[i], mark, color=lab.colors()[color])
         powers = getattr(optima, f"{name}_power")
         one = ComputePowers(powers.coefficient[i], powers.exponent[i])
-        _line(ax, one, ends, colors()[color], method)
+        _line(ax, one, ends, lab.colors()[color], method)
         exponents.append(one.exponent)
     surface = result.surface
     ax.plot(surface.flops, getattr(surface, name), "k--", linewidth=1, label="law")
@@ -117,12 +106,12 @@ def _draw_optima(ax: "Axes", result: Result, name: str) -> None:
             f" grow as C^{min(finite_exponents):.2f} to C^{max(finite_exponents):.2f}"
         )
     y = f"optimal number [{what}]"
-    set_labels(ax, title, "compute C [FLOP]", y, xscale="log", yscale="log")
+    lab.set_labels(ax, title, "compute C [FLOP]", y, xscale="log", yscale="log")
     ax.legend()
 
 
 def _star(ax: "Axes", x: float, y: float) -> None:
-    ax.plot(x, y, "*", label="held-out run", color=colors()[RED], markersize=10)
+    ax.plot(x, y, "*", label="held-out run", color=lab.colors()[lab.RED], markersize=10)
 
 
 def _line(
@@ -147,7 +136,7 @@ def _draw_losses(ax: "Axes", result: Result) -> None:
     ax.plot(x, y, ":", color=_GREY, linewidth=1.2, label="log-linear")
     value = predicted["predicted"]
     at = predicted["flops"]
-    color = colors()[BLUE]
+    color = lab.colors()[lab.BLUE]
     level = predicted["level"]
     ax.vlines(
         at, predicted["low"], predicted["high"], color=color, linewidth=3, alpha=0.5
@@ -159,8 +148,8 @@ def _draw_losses(ax: "Axes", result: Result) -> None:
         _star(ax, truth["flops"], truth["loss"])
         title += f", trained {truth['loss']:.3f}"
     y = "held-out loss [nats/token]"
-    set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
-    label_log_axis(ax.yaxis)
+    lab.set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
+    lab.label_log_axis(ax.yaxis)
     ax.legend()
 
 
@@ -169,7 +158,9 @@ def _draw_rates(ax: "Axes", result: Result) -> None:
     rates = result.rates
     predicted = result.predicted
     widths = np.unique(rates.width)
-    looks = zip(sequential_colors(np.log(widths)), itertools.cycle("os^dvP"), widths)
+    looks = zip(
+        lab.sequential_colors(np.log(widths)), itertools.cycle("os^dvP"), widths
+    )
     for color, mark, width in looks:
         subset = rates.where(width=width)
         subset = subset.at(np.argsort(subset.num_tokens))
@@ -188,6 +179,6 @@ def _draw_rates(ax: "Axes", result: Result) -> None:
         title += f"{ends[1]:.2g} at width {widths[-1]:.0f}"
     x = "trained on [tokens]"
     y = "best learning rate [1]"
-    set_labels(ax, title, x, y, xscale="log", yscale="log")
-    label_log_axis(ax.yaxis)
+    lab.set_labels(ax, title, x, y, xscale="log", yscale="log")
+    lab.label_log_axis(ax.yaxis)
     ax.legend()

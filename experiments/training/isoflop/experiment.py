@@ -14,10 +14,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from experiments import lab
 from experiments.training.isoflop import drawing, held_out, prediction, report
 from experiments.training.isoflop.outcomes import (
     BestRates,
@@ -26,10 +27,7 @@ from experiments.training.isoflop.outcomes import (
     Result,
     stack_frontiers,
 )
-from jaxkv import validation
 from jaxkv.files import folder_or_temporary, write_atomically
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import dumps
 from scaling import sweeps
 from scaling.cli import FitConfig, fit_log, frontier_json, optimum_at
 from scaling.corpora import CorpusConfig
@@ -50,23 +48,16 @@ COSINE = "cosine"
 SMOOTHING = 0.05
 """Decades of FLOPs over which training curves are averaged for their envelope."""
 PREDICTION = "prediction.json"
-PANELS = (3, 2)
-PANEL_SIZE_INCHES = (3.4, 3.9)
-plot = drawing.plot
-claims = report.claims
-metrics = report.metrics
-summary = report.summary
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(FamilySweep):
     """Sizes and budgets to fit, and the size of the held-out run."""
 
-    held_out_factor: float = 10.0
+    held_out_factor: Annotated[float, lab.Range(1, ends="(]")] = 10.0
     """Compute of the predicted run over the largest budget."""
-    bootstrap: int = 2000
+    bootstrap: Annotated[int, lab.Range(2)] = 2000
     """Resamples for intervals."""
-    level: float = 0.9
+    level: Annotated[float, lab.Range(0, 1, "()")] = 0.9
     """Probability of the intervals."""
     folder: str = ""
     """Folder of runs to resume a sweep from; empty: not kept."""
@@ -75,11 +66,8 @@ class Config(FamilySweep):
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.above(self, "held_out_factor", low=1)
-        validation.within(self, "level", low=0, high=1, ends="()")
-        validation.at_least(self, "bootstrap", low=2)
-        if len(self.budgets) < 3:
-            raise ValueError(f"budgets={self.budgets!r} must be at least three")
+        super().__post_init__()
+        lab.Entries(3).check("budgets", self.budgets)
         if self.keep_models and not self.folder:
             raise ValueError(f"keep_models={self.keep_models!r} needs a folder")
         _ = self.sweep  # validates the remaining fields
@@ -109,7 +97,7 @@ CONFIGS = {
 }
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Trains, fits, predicts, and trains the predicted run.
 
     Runs that exist in the config's folder are resumed.
@@ -118,7 +106,7 @@ def run(config: Config, progress: Progress = QUIET) -> Result:
         return _run(config, folder, progress)
 
 
-def _run(config: Config, folder: Path, progress: Progress) -> Result:
+def _run(config: Config, folder: Path, progress: lab.Progress) -> Result:
     rows = _train(config, config.sweep, folder, progress)
     under_cosine = _train(config, cosine_sweep(config, rows), folder / COSINE, progress)
     progress.show("fitting")
@@ -159,12 +147,12 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
     return Result(
         runs=(folder / "runs.jsonl").read_text("utf-8"),
         header=(folder / "sweep.json").read_text("utf-8"),
-        prediction=dumps(predicted),
-        held_out="" if truth.record is None else dumps(truth.record),
+        prediction=lab.dumps(predicted),
+        held_out="" if truth.record is None else lab.dumps(truth.record),
         held_out_flops=np.array([x for x, _ in truth.curve]),
         held_out_loss=np.array([y for _, y in truth.curve]),
         fit=fit,
-        cosine=dumps(
+        cosine=lab.dumps(
             {
                 "frontiers": [frontier_json(frontier) for frontier in by_cosine],
                 "log_ratios": cosine_ratios(rows, under_cosine, config.seeds[0]),
@@ -184,7 +172,7 @@ def _run(config: Config, folder: Path, progress: Progress) -> Result:
 
 
 def _train(
-    config: Config, sweep: SweepConfig, folder: Path, progress: Progress
+    config: Config, sweep: SweepConfig, folder: Path, progress: lab.Progress
 ) -> Sequence[Mapping[str, Any]]:
     """Runs or resumes a sweep; returns the records of finished runs."""
     outcome = run_logged_sweep(sweep, folder, progress)
@@ -261,7 +249,7 @@ def _predict(
     )
     if path.exists():
         before = json.loads(path.read_text("utf-8"))
-        undated = json.loads(dumps({**prediction_document, "made_at": ""}))
+        undated = json.loads(lab.dumps({**prediction_document, "made_at": ""}))
         if {**before, "made_at": ""} == undated:
             return before
         if (log.source / held_out.HELD_OUT_FILE).exists():
@@ -269,7 +257,7 @@ def _predict(
                 f"{path}: was made from other runs or another config, and its truth is "
                 "known; choose another folder"
             )
-    write_atomically(path, dumps(prediction_document))
+    write_atomically(path, lab.dumps(prediction_document))
     return json.loads(path.read_text("utf-8"))
 
 
@@ -282,3 +270,16 @@ def files(result: Result) -> dict[str, str]:
         "prediction.json": result.prediction,
         "fit.json": result.fit.document,
     }
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    run,
+    drawing.plot,
+    report.claims,
+    report.summary,
+    report.metrics,
+    panels=lab.Panels(3, 2, 3.9),
+    files=files,
+)

@@ -9,10 +9,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkv import files, report
+from experiments import lab
+from jaxkv import files
 from jaxkv.models import save_model
-from jaxkv.progress import Progress
-from jaxkv.report import describe_machine
 from jaxkv.text import ByteTokenizer
 from scaling import training
 from scaling.sweeps import (
@@ -46,7 +45,7 @@ class HeldOutRun(NamedTuple):
 
 
 def train_held_out(
-    config: Any, folder: Path, prediction: dict[str, Any], progress: Progress
+    config: Any, folder: Path, prediction: dict[str, Any], progress: lab.Progress
 ) -> HeldOutRun:
     """Trains the run at every learning rate, or reads its results.
 
@@ -80,11 +79,11 @@ def train_held_out(
             seconds = result.curve[-1]["duration_s"] if result.curve else 0.0
             status = "done" if is_done else "diverged"
             ended = FinishedRun(run, status, score, [], seconds, None)
-            commit = {"commit": describe_machine()["commit"]}
+            commit = {"commit": lab.describe_machine()["commit"]}
             records.append(make_record(sweep, corpus, ended).record | commit)
         losses = [(record["learning_rate"], record["loss"]) for record in records]
         best = min(records, key=lambda x: (x["loss"] is None, x["loss"] or 0.0))
-        files.write_atomically(path, report.dumps(best | {"tried": losses}))
+        files.write_atomically(path, lab.dumps(best | {"tried": losses}))
     record = json.loads(path.read_text("utf-8"))
     run, result = tried[record["learning_rate"]]
     if config.keep_models and record["status"] == "done":

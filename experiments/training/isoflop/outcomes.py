@@ -7,76 +7,78 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, column
+from experiments import lab
 from scaling.cli import LogFits
 from scaling.frontiers import Frontier, PowerLaw
 
 _NO_LAW = PowerLaw(np.nan, np.nan)
 
 
-class CurvePoints(ResultTable):
+class CurvePoints(lab.ResultTable):
     """Training curves of several runs, one after another."""
 
-    run: Ints = column("number of the run")
-    num_params: Floats = column("parameters")
-    num_tokens: Floats = column("tokens trained so far")
-    flops: Floats = column("FLOPs spent so far")
-    loss: Floats = column("training loss in nats per token")
+    run: lab.Ints = lab.column("number of the run")
+    num_params: lab.Floats = lab.column("parameters")
+    num_tokens: lab.Floats = lab.column("tokens trained so far")
+    flops: lab.Floats = lab.column("FLOPs spent so far")
+    loss: lab.Floats = lab.column("training loss in nats per token")
 
 
-class ComputePowers(ResultRecord):
+class ComputePowers(lab.ResultRecord):
     """Power laws of compute, `coefficient C^exponent`; NaN if unknown."""
 
-    coefficient: np.ndarray = column("by method")
-    exponent: np.ndarray = column("by method")
+    coefficient: np.ndarray = lab.column("by method")
+    exponent: np.ndarray = lab.column("by method")
 
 
-class BudgetOptima(ResultRecord):
+class BudgetOptima(lab.ResultRecord):
     """Optima of budgets by method, and power laws through them."""
 
-    methods: np.ndarray = column("names of the methods")
-    flops: np.ndarray = column("budgets")
-    num_params: np.ndarray = column("by method and budget, NaN without a minimum")
-    num_tokens: np.ndarray = column("by method and budget")
-    loss: np.ndarray = column("by method and budget")
-    num_params_power: ComputePowers = column("through the sizes")
-    num_tokens_power: ComputePowers = column("through the tokens")
-    loss_power: ComputePowers = column("through the losses")
+    methods: np.ndarray = lab.column("names of the methods")
+    flops: np.ndarray = lab.column("budgets")
+    num_params: np.ndarray = lab.column("by method and budget, NaN without a minimum")
+    num_tokens: np.ndarray = lab.column("by method and budget")
+    loss: np.ndarray = lab.column("by method and budget")
+    num_params_power: ComputePowers = lab.column("through the sizes")
+    num_tokens_power: ComputePowers = lab.column("through the tokens")
+    loss_power: ComputePowers = lab.column("through the losses")
 
 
-class LawOptima(ResultTable):
+class LawOptima(lab.ResultTable):
     """Optimum of the fitted law by budget."""
 
-    flops: Floats = column("budget")
-    num_params: Floats = column("optimal parameters")
-    num_tokens: Floats = column("optimal tokens")
-    loss: Floats = column("predicted loss")
+    flops: lab.Floats = lab.column("budget")
+    num_params: lab.Floats = lab.column("optimal parameters")
+    num_tokens: lab.Floats = lab.column("optimal tokens")
+    loss: lab.Floats = lab.column("predicted loss")
 
 
-class BestRates(ResultTable):
+class BestRates(lab.ResultTable):
     """Best learning rates of cells whose best rate is not at the end of the grid."""
 
-    width: Floats = column("hidden size")
-    num_tokens: Floats = column("trained tokens")
-    learning_rate: Floats = column("best rate")
+    width: lab.Floats = lab.column("hidden size")
+    num_tokens: lab.Floats = lab.column("trained tokens")
+    learning_rate: lab.Floats = lab.column("best rate")
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Runs, fits, prediction and held-out run."""
 
-    runs: str = column("lines of `runs.jsonl`")
-    header: str = column("`sweep.json`")
-    prediction: str = column("`prediction.json`")
-    held_out: str = column("record of the held-out run; empty if it did not end")
-    held_out_flops: np.ndarray = column("FLOPs of its training curve")
-    held_out_loss: np.ndarray = column("training loss at each")
-    fit: LogFits = column("result of `jaxkv fit` for the folder")
-    cosine: str = column("`cosine.json`, results of the runs under a cosine schedule")
-    curves: CurvePoints = column("training curves of these runs")
-    optima: BudgetOptima = column("approach 2, constant rates that then decay")
-    envelope: BudgetOptima = column("approach 1, from `curves`; no axis of methods")
-    surface: LawOptima = column("approach 3")
-    rates: BestRates = column("by cell")
+    runs: str = lab.column("lines of `runs.jsonl`")
+    header: str = lab.column("`sweep.json`")
+    prediction: str = lab.column("`prediction.json`")
+    held_out: str = lab.column("record of the held-out run; empty if it did not end")
+    held_out_flops: np.ndarray = lab.column("FLOPs of its training curve")
+    held_out_loss: np.ndarray = lab.column("training loss at each")
+    fit: LogFits = lab.column("result of `jaxkv fit` for the folder")
+    cosine: str = lab.column(
+        "`cosine.json`, results of the runs under a cosine schedule"
+    )
+    curves: CurvePoints = lab.column("training curves of these runs")
+    optima: BudgetOptima = lab.column("approach 2, constant rates that then decay")
+    envelope: BudgetOptima = lab.column("approach 1, from `curves`; no axis of methods")
+    surface: LawOptima = lab.column("approach 3")
+    rates: BestRates = lab.column("by cell")
 
     @functools.cached_property
     def predicted(self) -> dict[str, Any]:

@@ -6,30 +6,29 @@ from typing import Any
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.training.isoflop.outcomes import Result
-from jaxkv.report import ReportPart, Sheet, format_number
 
-CLAIMS = claims_file(__file__)
+CLAIMS = lab.claims_file(__file__)
 PUBLISHED_EXPONENT: float = CLAIMS.published("exponent")
 """Published exponent of the compute-optimal size, about one half."""
 
 
 @CLAIMS.judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares minima, exponent and prediction with expected values."""
     stats = metrics(result)
     ends = [stats[f"exponent_{x}"] for x in ("low", "high")]
-    yield measured("minima", stats["interior_minima"])
-    yield measured(
+    yield lab.measured("minima", stats["interior_minima"])
+    yield lab.measured(
         "exponent", max(ends, key=lambda x: abs(x - PUBLISHED_EXPONENT)), **stats
     )
-    yield measured("cosine", -stats["cosine_excess"], **stats)
+    yield lab.measured("cosine", -stats["cosine_excess"], **stats)
     if result.truth:
         missed = abs(stats["log_linear_error_share"])
         share = abs(stats["error_share"])
-        yield measured("prediction", share, log_linear_miss=missed, **stats)
-        yield measured("interval", float(stats["is_inside"]), **stats)
+        yield lab.measured("prediction", share, log_linear_miss=missed, **stats)
+        yield lab.measured("interval", float(stats["is_inside"]), **stats)
 
 
 _PREDICTED = (
@@ -89,13 +88,13 @@ def metrics(result: Result) -> dict[str, Any]:
     }
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of the approaches, the budgets and the prediction."""
     stats = metrics(result)
     return [_approaches(result, stats), _budgets(result), _prediction(result, stats)]
 
 
-def _approaches(result: Result, stats: dict[str, Any]) -> Sheet:
+def _approaches(result: Result, stats: dict[str, Any]) -> lab.Sheet:
     fit = json.loads(result.fit.document)
     cosine = json.loads(result.cosine)
     every = [(frontier, "cosine") for frontier in cosine["frontiers"]]
@@ -127,10 +126,10 @@ def _approaches(result: Result, stats: dict[str, Any]) -> Sheet:
         f"{100 * stats['cosine_excess']:+.2f} % from the best constant rate, standard "
         f"error {100 * stats['cosine_excess_se']:.2f} %. " + fit["shift"]
     )
-    return Sheet("three approaches", heads, rows, note)
+    return lab.Sheet("three approaches", heads, rows, note)
 
 
-def _budgets(result: Result) -> Sheet:
+def _budgets(result: Result) -> lab.Sheet:
     optima = result.optima
     rows = []
     at = [*optima.methods].index("parabola")
@@ -141,17 +140,17 @@ def _budgets(result: Result) -> Sheet:
         subset = result.fit.group == i
         cells = ["none", "", "", ""]
         if np.isfinite(n):
-            cells = [format_number(float(n)), format_number(float(d))]
+            cells = [lab.format_number(float(n)), lab.format_number(float(d))]
             cells += [f"{d / n:.3g}", f"{loss:.4f}"]
         num_sizes = len(np.unique(result.fit.num_params[subset]))
         lowest = result.fit.loss[subset].min()
         flops = f"{optima.flops[i]:.3g}"
         rows.append((flops, str(num_sizes), *cells, f"{lowest:.4f}"))
     heads = ("C", "sizes", "N*", "D*", "D*/N*", "L*", "best run")
-    return Sheet("budgets", heads, rows, "Minima of parabolas through all sizes.")
+    return lab.Sheet("budgets", heads, rows, "Minima of parabolas through all sizes.")
 
 
-def _prediction(result: Result, stats: dict[str, Any]) -> Sheet:
+def _prediction(result: Result, stats: dict[str, Any]) -> lab.Sheet:
     predicted = result.predicted
     size = f"{predicted['num_params']:,} parameters"
     value, low, high = (predicted[x] for x in ("predicted", "low", "high"))
@@ -183,7 +182,7 @@ def _prediction(result: Result, stats: dict[str, Any]) -> Sheet:
             ("log-linear law's", f"{100 * linear:+.1f} %"),
             ("inside the interval", "yes" if stats["is_inside"] else "no"),
         ]
-    return Sheet("the predicted run", ("", ""), rows, predicted["conventions"])
+    return lab.Sheet("the predicted run", ("", ""), rows, predicted["conventions"])
 
 
 def _with_interval(value: float | None, interval: Sequence[float | None]) -> str:

@@ -12,18 +12,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.training.known_entropy.runs import Config, LanguageRuns, train_language
-from jaxkv import report
-from jaxkv.plotting import draw_curve, sequential_colors, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column
 from scaling import corpora, fits
 from scaling.corpora import LanguageConfig, optimal_loss, zipf_probabilities
 from scaling.laws import find_law
-
-PANELS = (2, 1)
-PANEL_SIZE_INCHES = (6.8, 3.6)
 
 CONFIGS = {
     "cpu": Config(),
@@ -57,21 +50,21 @@ CONFIGS = {
 }
 
 
-class ChinchillaFit(ResultRecord):
+class ChinchillaFit(lab.ResultRecord):
     """Fitted Chinchilla law with 90 % intervals."""
 
-    floor: float = column("floor E in nats per token")
-    floor_low: float = column("lower end of its interval")
-    floor_high: float = column("upper end of its interval")
-    alpha: float = column("exponent of the parameters")
-    alpha_low: float = column("lower end of its interval")
-    alpha_high: float = column("upper end of its interval")
-    beta: float = column("exponent of the tokens")
-    beta_low: float = column("lower end of its interval")
-    beta_high: float = column("upper end of its interval")
-    identified: bool = column("True if the fit has no warning about its floor")
-    warnings: str = column("warnings of the fit")
-    num_points: int = column("fitted runs")
+    floor: float = lab.column("floor E in nats per token")
+    floor_low: float = lab.column("lower end of its interval")
+    floor_high: float = lab.column("upper end of its interval")
+    alpha: float = lab.column("exponent of the parameters")
+    alpha_low: float = lab.column("lower end of its interval")
+    alpha_high: float = lab.column("upper end of its interval")
+    beta: float = lab.column("exponent of the tokens")
+    beta_low: float = lab.column("lower end of its interval")
+    beta_high: float = lab.column("upper end of its interval")
+    identified: bool = lab.column("True if the fit has no warning about its floor")
+    warnings: str = lab.column("warnings of the fit")
+    num_points: int = lab.column("fitted runs")
 
     def covers(self, floor: float) -> bool:
         """Returns True if the interval is bounded and contains a floor."""
@@ -79,35 +72,37 @@ class ChinchillaFit(ResultRecord):
         return bounded and self.floor_low <= floor <= self.floor_high
 
 
-class CountingExcess(ResultRecord):
+class CountingExcess(lab.ResultRecord):
     """Excess loss of estimates by counting."""
 
-    num_tokens: np.ndarray = column("counted tokens")
-    excess: np.ndarray = column("mean nats per token above the entropy")
-    excess_se: np.ndarray = column("standard error of the excess")
-    entropy: float = column("entropy of the source")
-    num_free: int = column("free parameters of the source, V - 1")
-    slope: float = column("slope of ln excess against ln tokens, by a power law")
-    slope_low: float = column("lower end of its 90 % interval")
-    slope_high: float = column("upper end of its 90 % interval")
+    num_tokens: np.ndarray = lab.column("counted tokens")
+    excess: np.ndarray = lab.column("mean nats per token above the entropy")
+    excess_se: np.ndarray = lab.column("standard error of the excess")
+    entropy: float = lab.column("entropy of the source")
+    num_free: int = lab.column("free parameters of the source, V - 1")
+    slope: float = lab.column("slope of ln excess against ln tokens, by a power law")
+    slope_low: float = lab.column("lower end of its 90 % interval")
+    slope_high: float = lab.column("upper end of its 90 % interval")
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Losses, floors and fits."""
 
-    runs: LanguageRuns = column("runs on the language")
-    optima: np.ndarray = column(
+    runs: LanguageRuns = lab.column("runs on the language")
+    optima: np.ndarray = lab.column(
         "least loss given the last 0, 1, 2, ... tokens; the last is the floor"
     )
-    floor_se: float = column("standard error of the floor")
-    fit: ChinchillaFit = column("fit of the long runs")
-    fit_all: ChinchillaFit = column("fit of all runs")
-    source_loss: float = column("loss of the smallest model on the independent source")
-    source_excess: float = column("its excess over the entropy of the same tokens")
-    counts: CountingExcess = column("counting of that source")
+    floor_se: float = lab.column("standard error of the floor")
+    fit: ChinchillaFit = lab.column("fit of the long runs")
+    fit_all: ChinchillaFit = lab.column("fit of all runs")
+    source_loss: float = lab.column(
+        "loss of the smallest model on the independent source"
+    )
+    source_excess: float = lab.column("its excess over the entropy of the same tokens")
+    counts: CountingExcess = lab.column("counting of that source")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Trains, counts and fits."""
     optimum = optimal_loss(config.language)
     counts = score_counting(config.source, config.counted, config.repeats)
@@ -210,7 +205,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
         label = "entropy" if last else f"context of {names[context]}"
         left.axhline(optimum, label=label, linewidth=1, zorder=0, **look)
     widths = runs.distinct("width")
-    marks = zip(widths, sequential_colors(np.arange(len(widths))), strict=True)
+    marks = zip(widths, lab.sequential_colors(np.arange(len(widths))), strict=True)
     for i, (width, color) in enumerate(marks):
         subset = runs.where(width=width)
         look = {"color": color, "marker": "os^dvP"[i % 6]}
@@ -222,21 +217,23 @@ def plot(axes: np.ndarray, result: Result) -> None:
         title += f"{np.nanmin(runs.loss) - result.optima[-1]:.3f} above the entropy"
     x = "tokens trained on [tokens]"
     y = "loss [nats/token]"
-    set_labels(left, title, x, y, xscale="log")
+    lab.set_labels(left, title, x, y, xscale="log")
     left.legend()
     counts = result.counts
     exact = counts.num_free / 2 / counts.num_tokens
-    draw_curve(right, counts.num_tokens, exact, 0, "formula", marker="", linewidth=1)
-    draw_curve(right, counts.num_tokens, counts.excess, 5, "counted", linestyle="")
+    lab.draw_curve(
+        right, counts.num_tokens, exact, 0, "formula", marker="", linewidth=1
+    )
+    lab.draw_curve(right, counts.num_tokens, counts.excess, 5, "counted", linestyle="")
     title = f"Counting approaches the entropy with slope {counts.slope:.3f}"
     x = "tokens counted [tokens]"
     y = "loss - entropy [nats/token]"
-    set_labels(right, title, x, y, xscale="log", yscale="log")
+    lab.set_labels(right, title, x, y, xscale="log", yscale="log")
     right.legend()
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares every loss with the floor, and the fits with the truth."""
     runs = result.runs
     counts = result.counts
@@ -244,18 +241,18 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
     if not np.isfinite(runs.loss).any():
         return
     far = (runs.loss - floor) / np.hypot(runs.loss_se, result.floor_se)
-    yield measured("floor", float(np.nanmin(far)))
-    yield measured("paired", float(np.nanmin(runs.excess / runs.excess_se)))
-    yield measured("source", 1 + result.source_excess / counts.entropy)
-    yield measured("slope", counts.slope)
+    yield lab.measured("floor", float(np.nanmin(far)))
+    yield lab.measured("paired", float(np.nanmin(runs.excess / runs.excess_se)))
+    yield lab.measured("source", 1 + result.source_excess / counts.entropy)
+    yield lab.measured("slope", counts.slope)
     tokens = float(counts.num_tokens[-1])
     last = tokens * counts.excess[-1]
     slack = 4 * tokens * counts.excess_se[-1]
-    yield measured("size", last, published=counts.num_free / 2, tolerance=slack)
+    yield lab.measured("size", last, published=counts.num_free / 2, tolerance=slack)
     for which, law in {"long runs": result.fit, "all runs": result.fit_all}.items():
         honest = float(law.covers(floor) or not law.identified)
         status = "identified" if law.identified else "not identified"
-        yield measured(
+        yield lab.measured(
             "fitted", honest, which=which, fit=law, truth=floor, status=status
         )
 
@@ -273,8 +270,13 @@ def metrics(result: Result) -> dict[str, object]:
             f"who sees {context}": loss for context, loss in enumerate(result.optima)
         },
         **best,
-        "fit": report.metrics(result.fit),
-        "fit_all": report.metrics(result.fit_all),
+        "fit": lab.metrics(result.fit),
+        "fit_all": lab.metrics(result.fit_all),
         "source_excess": result.source_excess,
         "counting_slope": result.counts.slope,
     }
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, metrics=metrics, panels=lab.Panels(2, 1, 3.6)
+)

@@ -5,17 +5,14 @@ last fifth, in which the rate decays to 0 (Hägele et al. 2024, arXiv:2405.18392
 width costs little more than its longest run, and compiles once.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from jaxkv import validation
+from experiments import lab
 from jaxkv.models import Params
-from jaxkv.progress import Progress
-from jaxkv.report import Floats, Ints, ResultTable, column
 from scaling import training
 from scaling.corpora import LanguageConfig, code_lengths
 from scaling.sweeps import FinishedRun, Workers, open_on_device
@@ -37,8 +34,7 @@ _LANGUAGE = LanguageConfig(kind="kgram", num_tokens=2**21)
 _SOURCE = LanguageConfig(kind="zipf", num_tokens=2**19)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Models, language and run lengths."""
 
     language: LanguageConfig = _LANGUAGE
@@ -64,15 +60,18 @@ class Config:
     """Held-out windows that score a run."""
     num_resamples: int = 1000
     """Resamples for the fits' intervals."""
-    counted: tuple[int, ...] = tuple(2**n for n in range(9, 18))
+    counted: Annotated[tuple[int, ...], lab.Entries(3)] = (
+        *(2**n for n in range(9, 18)),
+    )
     """Text lengths in tokens for counting."""
-    repeats: int = 2000
+    repeats: Annotated[int, lab.Range(2)] = 2000
     """Counted texts of each length."""
     seed: int = 0
     """Seed of parameters and data order."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
+        super().__post_init__()
         if not self.widths or any(w < 4 or w % 4 for w in self.widths):
             raise ValueError(f"widths={self.widths!r} must be multiples of 4")
         if self.language.num_tokens < max(self.lengths, default=0):
@@ -82,9 +81,6 @@ class Config:
             )
         if self.source.kind != "zipf":
             raise ValueError(f"source.kind={self.source.kind!r} must be zipf")
-        validation.at_least(self, "repeats", low=2)
-        if len(self.counted) < 3:
-            raise ValueError(f"counted={self.counted!r} must be at least three")
 
     @property
     def carry(self) -> int:
@@ -96,16 +92,20 @@ class Config:
         return max(0, sees.get(self.language.kind, 1) - 1)
 
 
-class LanguageRuns(ResultTable):
+class LanguageRuns(lab.ResultTable):
     """Losses of runs on a language."""
 
-    width: Ints = column("hidden size")
-    num_params: Ints = column("parameters, embedding included")
-    num_tokens: Ints = column("trained tokens")
-    loss: Floats = column("held-out nats per token; NaN if the run diverged")
-    loss_se: Floats = column("standard error of the loss")
-    excess: Floats = column("loss less the code length of the language, same tokens")
-    excess_se: Floats = column("smaller than loss_se, since both share the text")
+    width: lab.Ints = lab.column("hidden size")
+    num_params: lab.Ints = lab.column("parameters, embedding included")
+    num_tokens: lab.Ints = lab.column("trained tokens")
+    loss: lab.Floats = lab.column("held-out nats per token; NaN if the run diverged")
+    loss_se: lab.Floats = lab.column("standard error of the loss")
+    excess: lab.Floats = lab.column(
+        "loss less the code length of the language, same tokens"
+    )
+    excess_se: lab.Floats = lab.column(
+        "smaller than loss_se, since both share the text"
+    )
 
 
 class LanguageScore(NamedTuple):
@@ -122,7 +122,7 @@ def train_language(
     widths: Sequence[int],
     lengths: Sequence[int],
     config: Config,
-    progress: Progress,
+    progress: lab.Progress,
 ) -> LanguageRuns:
     """Trains every width for every number of tokens, shortest first.
 

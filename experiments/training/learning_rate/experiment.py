@@ -8,25 +8,13 @@ fitted to the optima.
 Source: the form is that of Li et al. 2025 (Step Law), arXiv:2503.04715, section 3.
 """
 
-import dataclasses
 from collections.abc import Iterator
+from typing import Annotated
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import files, validation
-from jaxkv.plotting import draw_curve, label_log_axis, sequential_colors, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    Floats,
-    ReportPart,
-    ResultRecord,
-    ResultTable,
-    Sheet,
-    column,
-    computed_column,
-    format_named,
-)
+from experiments import lab
+from jaxkv import files
 from scaling.corpora import STANDARD_LIBRARY, CorpusConfig
 from scaling.sweeps import (
     BASE_WIDTH,
@@ -39,16 +27,20 @@ from scaling.sweeps import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Widths, tokens and learning rates."""
 
-    widths: tuple[int, ...]
-    num_tokens: tuple[int, ...]
+    widths: Annotated[tuple[int, ...], lab.Entries(2)]
+    num_tokens: Annotated[tuple[int, ...], lab.Entries(2)]
     """Trained tokens; each width is trained on each."""
     num_layers: int = 2
     corpus: CorpusConfig = STANDARD_LIBRARY
-    learning_rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+    learning_rates: Annotated[tuple[float, ...], lab.Entries(2)] = (
+        1.5e-3,
+        3e-3,
+        6e-3,
+        1.2e-2,
+    )
     """Learning rates of width 32; other widths scale them by 32 / width, and add rates
     beyond the best one if it is at the end of the grid."""
     max_extensions: int = 3
@@ -57,23 +49,14 @@ class Config:
     warmup_steps: int = 50
     num_eval_windows: int = 1024
     seed: int = 0
-    level: float = 0.9
+    level: Annotated[float, lab.Range(0, 1, "()")] = 0.9
     """Probability of the intervals."""
     folder: str = ""
     """Folder of runs to resume a sweep from; empty: not kept."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        if len(self.widths) < 2 or len(self.num_tokens) < 2:
-            raise ValueError(
-                f"widths={self.widths!r}, num_tokens={self.num_tokens!r} must be at "
-                "least two"
-            )
-        if len(self.learning_rates) < 2:
-            raise ValueError(
-                f"learning_rates={self.learning_rates!r} must be at least two"
-            )
-        validation.within(self, "level", low=0, high=1, ends="()")
+        super().__post_init__()
         _ = self.sweep  # validates the remaining fields
 
     @property
@@ -81,9 +64,6 @@ class Config:
         """Sweep of the runs."""
         return make_sweep(vars(self) | {"seeds": (self.seed,), "min_steps": 1})
 
-
-PANELS = (1, 2)
-PANEL_SIZE_INCHES = (3.4, 3.8)
 
 CONFIGS = {
     "smoke": Config(
@@ -113,39 +93,39 @@ CONFIGS = {
 }
 
 
-class RateRuns(ResultTable):
+class RateRuns(lab.ResultTable):
     """Finished runs."""
 
-    width: Floats = column("hidden size")
-    num_tokens: Floats = column("trained tokens")
-    learning_rate: Floats = column("peak learning rate")
-    loss: Floats = column("nats per token of held-out text")
+    width: lab.Floats = lab.column("hidden size")
+    num_tokens: lab.Floats = lab.column("trained tokens")
+    learning_rate: lab.Floats = lab.column("peak learning rate")
+    loss: lab.Floats = lab.column("nats per token of held-out text")
 
 
-class OptimalRates(ResultTable):
+class OptimalRates(lab.ResultTable):
     """Best learning rate of every width and number of tokens that has one."""
 
-    width: Floats = column("hidden size", form="{:.0f}")
-    num_tokens: Floats = column("trained", heading="tokens", form="{:,.0f}")
-    rate: Floats = column("best rate", heading="best rate", form="{:.3g}")
+    width: lab.Floats = lab.column("hidden size", form="{:.0f}")
+    num_tokens: lab.Floats = lab.column("trained", heading="tokens", form="{:,.0f}")
+    rate: lab.Floats = lab.column("best rate", heading="best rate", form="{:.3g}")
 
     @property
-    @computed_column(heading="times width / 32", form="{:.3g}")
+    @lab.computed_column(heading="times width / 32", form="{:.3g}")
     def relative(self) -> np.ndarray:
         """Equivalent learning rate of the base width."""
         return self.rate * self.width / BASE_WIDTH
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Finished runs, optima, and the fitted power law."""
 
-    runs: RateRuns = column("finished runs", prefix="")
-    best: OptimalRates = column("optima inside the grid", prefix="best_")
-    powers: RatePowers = column("power law through the optima")
-    level: float = column("probability of the intervals")
+    runs: RateRuns = lab.column("finished runs", prefix="")
+    best: OptimalRates = lab.column("optima inside the grid", prefix="best_")
+    powers: RatePowers = lab.column("power law through the optima")
+    level: float = lab.column("probability of the intervals")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Trains or resumes the sweep, then fits; if stopped, uses the finished runs."""
     with files.folder_or_temporary(config.folder) as folder:
         records = run_logged_sweep(config.sweep, folder, progress).records
@@ -167,7 +147,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
     powers = result.powers
     tokens = np.unique(runs.num_tokens)
     widths = np.unique(runs.width)
-    shades = sequential_colors(np.log(widths))
+    shades = lab.sequential_colors(np.log(widths))
     for i, (width, color) in enumerate(zip(widths, shades, strict=True)):
         for line, number in zip(("--", "-"), (tokens[0], tokens[-1]), strict=True):
             subset = runs.where(width=width, num_tokens=number)
@@ -189,45 +169,45 @@ def plot(axes: np.ndarray, result: Result) -> None:
             left.plot([], [], color="0.45", linestyle=line, label=label)
     x = "learning rate [1]"
     y = "held-out loss [nats/token]"
-    set_labels(left, title, x, y, xscale="log")
+    lab.set_labels(left, title, x, y, xscale="log")
     is_known = bool(np.isfinite(powers.of_width))
     looks = zip(tokens, ((5, "o"), (1, "s"), (3, "^"), (6, "d")), strict=False)
     for number, (color, mark) in looks:
         subset = result.best.where(num_tokens=number)
         look = {"marker": mark, "linestyle": "", "markersize": 6}
-        draw_curve(
+        lab.draw_curve(
             right, subset.width, subset.rate, color, f"{number:,.0f} tokens", **look
         )
         if is_known:
             x = np.geomspace(*widths[[0, -1]])
             law = powers.coefficient * x**powers.of_width * number**powers.of_tokens
-            draw_curve(right, x, law, color, marker="")
+            lab.draw_curve(right, x, law, color, marker="")
     title = (
         f"Best rate falls as width^{powers.of_width:.2f} tokens^{powers.of_tokens:.2f}"
     )
     title = title if is_known else "Best learning rate: too few optima"
     x = "width [features]"
     y = "best learning rate [1]"
-    set_labels(right, title, x, y, xscale="log", yscale="log")
-    label_log_axis(right.yaxis)
+    lab.set_labels(right, title, x, y, xscale="log", yscale="log")
+    lab.label_log_axis(right.yaxis)
     right.set_xticks(widths, [f"{width:.0f}" for width in widths])
     right.set_xticks([], minor=True)
     for ax in axes:
         ax.legend()
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares the exponents with published rules."""
     powers = result.powers
     if not np.isfinite(powers.of_width):
         return
     exponent = powers.of_width
     half = powers.of_width_half
-    yield measured("width", exponent, tolerance=half, half=half, level=result.level)
+    yield lab.measured("width", exponent, tolerance=half, half=half, level=result.level)
     exponent = powers.of_tokens
     half = powers.of_tokens_half
-    yield measured("tokens", exponent + half, exponent=exponent, half=half)
+    yield lab.measured("tokens", exponent + half, exponent=exponent, half=half)
 
 
 def metrics(result: Result) -> dict[str, object]:
@@ -241,8 +221,13 @@ def metrics(result: Result) -> dict[str, object]:
     }
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of the power law and the optima."""
-    numbers = [format_named(*item) for item in metrics(result).items()]
-    powers = Sheet("powers through the optima", ("", ""), numbers)
+    numbers = [lab.format_named(*item) for item in metrics(result).items()]
+    powers = lab.Sheet("powers through the optima", ("", ""), numbers)
     return [powers, result.best.sheet("optima")]
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, metrics, panels=lab.Panels(1, 2, 3.8)
+)

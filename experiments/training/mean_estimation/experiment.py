@@ -5,17 +5,12 @@ error sigma^2 / n, so that `ln error = -ln n + 2 ln sigma`. The error is simulat
 both the law and a free power law are fitted to it.
 """
 
-import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
-from jaxkv import validation
-from jaxkv.plotting import draw_curve, set_labels
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import ResultRecord, column
+from experiments import lab
 from scaling import fits
 from scaling.laws import find_law
 
@@ -25,25 +20,23 @@ if TYPE_CHECKING:
 SIGMA = 2.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Numbers of samples and of means."""
 
-    num_sizes: int = 40
+    num_sizes: Annotated[int, lab.Range(3)] = 40
     """Numbers of samples, evenly spaced in logarithm."""
     max_samples: int = 4096
     """Largest number of samples; the smallest is 4."""
-    num_means: int = 2000
+    num_means: Annotated[int, lab.Range(2)] = 2000
     """Means of each number of samples, over which squared errors are averaged."""
-    num_resamples: int = 1000
+    num_resamples: Annotated[int, lab.Range(2)] = 1000
     """Resamples for intervals."""
     seed: int = 0
     """Seed of the samples."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "num_sizes", low=3)
-        validation.at_least(self, "num_means", "num_resamples", low=2)
+        super().__post_init__()
         if self.max_samples < 8 * self.num_sizes:
             raise ValueError(
                 f"max_samples={self.max_samples!r} must be at least 8 times "
@@ -57,18 +50,18 @@ CONFIGS = {
 }
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Errors by number of samples, and fitted laws."""
 
-    num_samples: np.ndarray = column("samples of each mean")
-    error: np.ndarray = column("mean squared error of the means")
-    slope: float = column("slope of ln error against ln n, by a power law")
-    slope_low: float = column("lower end of its 90 % interval")
-    slope_high: float = column("upper end of its 90 % interval")
-    sigma_squared: float = column("by the law with slope -1")
+    num_samples: np.ndarray = lab.column("samples of each mean")
+    error: np.ndarray = lab.column("mean squared error of the means")
+    slope: float = lab.column("slope of ln error against ln n, by a power law")
+    slope_low: float = lab.column("lower end of its 90 % interval")
+    slope_high: float = lab.column("upper end of its 90 % interval")
+    sigma_squared: float = lab.column("by the law with slope -1")
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Draws exponential samples, which are far from normal, and fits the errors."""
     rng = np.random.default_rng(config.seed)
     sizes = np.unique(np.geomspace(4, config.max_samples, config.num_sizes).round())
@@ -95,18 +88,21 @@ def plot(ax: "Axes", result: Result) -> None:
     """Draws the errors and the law."""
     x = result.num_samples
     law = SIGMA**2 / result.num_samples
-    draw_curve(ax, x, law, 0, "variance / samples", marker="", linewidth=1)
-    draw_curve(ax, x, result.error, 5, "simulated", linestyle="")
+    lab.draw_curve(ax, x, law, 0, "variance / samples", marker="", linewidth=1)
+    lab.draw_curve(ax, x, result.error, 5, "simulated", linestyle="")
     title = f"The error falls with slope {result.slope:.3f} "
     title += f"({result.slope_low:.3f} to {result.slope_high:.3f})"
     y = "mean squared error [squared units]"
-    set_labels(ax, title, "sample size [samples]", y, xscale="log", yscale="log")
+    lab.set_labels(ax, title, "sample size [samples]", y, xscale="log", yscale="log")
     ax.legend()
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares slope and size of the error with the formula."""
     width = result.slope_high - result.slope_low
-    yield measured("slope", result.slope, tolerance=width if width > 0 else 0.0)
-    yield measured("size", result.sigma_squared)
+    yield lab.measured("slope", result.slope, tolerance=width if width > 0 else 0.0)
+    yield lab.measured("size", result.sigma_squared)
+
+
+STUDY = lab.Study(CONFIGS, Result, run, plot, claims)

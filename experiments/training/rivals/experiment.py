@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.framework import MeasuredValue, claims_file, measured
+from experiments import lab
 from experiments.harness import (
     RATE_HEADS,
     direction_verdict,
@@ -28,33 +28,12 @@ from experiments.training.rivals.settings import (
     REFERENCE,
     Published,
 )
-from jaxkv import plotting
-from jaxkv.plotting import (
-    draw_curve,
-    draw_reference_line,
-    label_log_axis,
-    label_wide_log_axis,
-    set_labels,
-    system_style,
-)
-from jaxkv.report import (
-    Floats,
-    ReportPart,
-    ResultTable,
-    Sheet,
-    Texts,
-    column,
-    computed_column,
-)
 from scaling.frontiers import find_best_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CONFIGS = settings.CONFIGS
-PANELS = (4, 1)
-PANEL_SIZE_INCHES = (6.8, 2.9)
-run = runs.run
 
 
 def published_direction(low: float, high: float, published: Published) -> str:
@@ -67,37 +46,39 @@ def published_direction(low: float, high: float, published: Published) -> str:
     return "is not contradicted" if low <= 1 <= high else "is not decided"
 
 
-class ComputeRatios(ResultTable):
+class ComputeRatios(lab.ResultTable):
     """Ratios of compute at equal loss by side; NaN if there is none.
 
     The ratio is read at the lowest loss for which it has an interval. If it has none,
     it is read at the lowest loss that both sides reached, and `low` and `high` are NaN.
     """
 
-    side: Texts = column("side, compared with the reference")
-    compute: Texts = column("way to count compute")
-    ratio: Floats = column("ratio of compute", form="{:.2f}")
-    low: Floats = column("lower end of its interval")
-    high: Floats = column("upper end of its interval")
-    loss: Floats = column("loss of the ratio", heading="at loss", form="{:.3f}")
-    first_ratio: Floats = column(
+    side: lab.Texts = lab.column("side, compared with the reference")
+    compute: lab.Texts = lab.column("way to count compute")
+    ratio: lab.Floats = lab.column("ratio of compute", form="{:.2f}")
+    low: lab.Floats = lab.column("lower end of its interval")
+    high: lab.Floats = lab.column("upper end of its interval")
+    loss: lab.Floats = lab.column("loss of the ratio", heading="at loss", form="{:.3f}")
+    first_ratio: lab.Floats = lab.column(
         "ratio at the highest loss of both", heading="at the highest", form="{:.2f}"
     )
-    last_ratio: Floats = column(
+    last_ratio: lab.Floats = lab.column(
         "ratio at the lowest loss of both", heading="at the lowest", form="{:.2f}"
     )
-    last_loss: Floats = column("lowest loss", heading="the lowest", form="{:.3f}")
-    reason: Texts = column("reason for a missing ratio", is_reported=False)
+    last_loss: lab.Floats = lab.column(
+        "lowest loss", heading="the lowest", form="{:.3f}"
+    )
+    reason: lab.Texts = lab.column("reason for a missing ratio", is_reported=False)
 
     @property
-    @computed_column(heading="90 %", is_reported=False)
+    @lab.computed_column(heading="90 %", is_reported=False)
     def interval(self) -> np.ndarray:
         """Interval as text."""
         ends = zip(self.low, self.high, strict=True)
         return np.array([format_interval(low, high) for low, high in ends])
 
     @property
-    @computed_column(heading="the published direction", is_reported=False)
+    @lab.computed_column(heading="the published direction", is_reported=False)
     def direction(self) -> np.ndarray:
         """Verdict on the published direction, or the reason why there is none."""
         rows = zip(self.side, self.low, self.high, self.reason, strict=True)
@@ -145,8 +126,8 @@ def read_ratios(result: Result) -> ComputeRatios:
     return ComputeRatios.of(rows)
 
 
-@claims_file(__file__).judge
-def claims(result: Result) -> Iterator[MeasuredValue]:
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Compares each published direction with the ratios of `ComputeRatios`."""
     ratios = read_ratios(result).where(compute="exact")
     names = ("side", "ratio", "loss", "interval", "direction")
@@ -157,7 +138,7 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
         row["direction"] = direction_verdict(shown)
         words: dict[str, Any] = row | {"name": name, "source": published.source}
         words["shown"] = shown
-        yield measured(published.claim, row["ratio"], **words)
+        yield lab.measured(published.claim, row["ratio"], **words)
     for row in _gains(result).rows():
         name = row["side"]
         lead = row["lead"]
@@ -170,21 +151,21 @@ def claims(result: Result) -> Iterator[MeasuredValue]:
                 "shown": shown,
                 "direction": direction_verdict(shown),
             }
-            yield measured("late_context", lead, **words)
+            yield lab.measured("late_context", lead, **words)
 
 
-class Gains(ResultTable):
+class Gains(lab.ResultTable):
     """Loss reduction at the end of the window by side, see `PositionLosses`."""
 
-    side: Texts = column("side")
-    gain: Floats = column("mean gain", heading="nats", form="{:.4f}")
-    gain_se: Floats = column("of gain", heading="standard error", form="{:.4f}")
-    lead: Floats = column(
+    side: lab.Texts = lab.column("side")
+    gain: lab.Floats = lab.column("mean gain", heading="nats", form="{:.4f}")
+    gain_se: lab.Floats = lab.column("of gain", heading="standard error", form="{:.4f}")
+    lead: lab.Floats = lab.column(
         "the reference's gain less this one",
         heading="transformer's lead",
         form="{:+.4f}",
     )
-    lead_se: Floats = column("of lead", heading="standard error", form="{:.4f}")
+    lead_se: lab.Floats = lab.column("of lead", heading="standard error", form="{:.4f}")
 
 
 def _gains(result: Result) -> Gains:
@@ -215,7 +196,7 @@ def metrics(result: Result) -> dict[str, object]:
     }
 
 
-def summary(result: Result) -> list[ReportPart]:
+def summary(result: Result) -> list[lab.ReportPart]:
     """Returns tables of ratios, curves, differences, gains and learning rates."""
     read = ("ratio", "interval", "loss", "first_ratio", "last_ratio", "last_loss")
     names = ("side", "compute", "published", *read, "direction")
@@ -243,7 +224,7 @@ def summary(result: Result) -> list[ReportPart]:
             "Without an interval, the ratio is read at the lowest loss that both sides "
             "reached. Trunks are few, so intervals are rough.",
         ),
-        Sheet(
+        lab.Sheet(
             "curves through the frontier, exact compute",
             ("side", "runs", "on the frontier", "residual, nats"),
             curves,
@@ -258,7 +239,7 @@ def summary(result: Result) -> list[ReportPart]:
             note="The lead is computed window by window, which cancels the difficulty "
             "of the text.",
         ),
-        Sheet(
+        lab.Sheet(
             "learning rates tried, short runs",
             ("side", "parameters", *RATE_HEADS),
             rates,
@@ -283,18 +264,20 @@ def _draw_curves(ax: "Axes", result: Result) -> None:
     for i, name in enumerate(result.sides.tolist()):
         subset = result.runs.where(side=i)
         best = subset.at(find_best_runs(subset.flops, subset.loss))
-        draw_curve(ax, best.flops, best.loss, name, linestyle="", markersize=4)
+        lab.draw_curve(ax, best.flops, best.loss, name, linestyle="", markersize=4)
         curve = result.curves.flops[i], result.curves.loss[i]
-        draw_curve(ax, *curve, name, marker="")
-        ax.plot([], [], label=name, **system_style(name).line)
+        lab.draw_curve(ax, *curve, name, marker="")
+        ax.plot([], [], label=name, **lab.system_style(name).line)
         if len(best):
             lowest[name] = float(np.nanmin(best.loss))
     title = "Held-out loss by training compute"
     if lowest:
         name = min(lowest, key=lambda name: lowest[name])
         title = f"{name} reaches the lowest loss, {lowest[name]:.2f} nats/byte"
-    set_labels(ax, title, "training compute, exact [FLOP]", LOSS_LABEL, xscale="log")
-    label_wide_log_axis(ax.xaxis)
+    lab.set_labels(
+        ax, title, "training compute, exact [FLOP]", LOSS_LABEL, xscale="log"
+    )
+    lab.label_wide_log_axis(ax.xaxis)
     ax.legend()
 
 
@@ -302,8 +285,8 @@ def _draw_places(ax: "Axes", result: Result) -> None:
     places = result.places.place
     losses = result.places.loss
     for i, name in enumerate(result.sides.tolist()):
-        mark = system_style(name).marker
-        draw_curve(ax, places, losses[i], name, name, marker=mark, markersize=3)
+        mark = lab.system_style(name).marker
+        lab.draw_curve(ax, places, losses[i], name, name, marker=mark, markersize=3)
     title = "Largest models: loss by position"
     ends = losses[:, -1] if losses.size else np.array([np.nan])
     if np.isfinite(ends).any():
@@ -312,7 +295,7 @@ def _draw_places(ax: "Axes", result: Result) -> None:
         title = f"Largest models: {best} gains most from context, "
         title += f"{np.nanmax(gains):.2f} nats/byte"
     x_label = "position in the window [bytes]"
-    set_labels(ax, title, x_label, LOSS_LABEL, xscale="log")
+    lab.set_labels(ax, title, x_label, LOSS_LABEL, xscale="log")
     ax.set_xticks([1, 10, 100], ["1", "10", "100"])
     ax.legend()
 
@@ -324,22 +307,22 @@ def _draw_ratios(ax: "Axes", result: Result) -> None:
     names = ratios.side.tolist()
     rows = zip(names, ratios.ratio, ratios.low, ratios.high, strict=True)
     for i, (name, ratio, low, high) in enumerate(rows):
-        color = system_style(name).color
+        color = lab.system_style(name).color
         ax.hlines(i, low, high, color=color, linewidth=3, alpha=0.5)
-        draw_curve(ax, [ratio], [i], name, markersize=7)
-        plotting.annotate(ax, f"{ratio:.2g}", (high, i), (6, 0), va="center_baseline")
-    draw_reference_line(ax, 1, "as much as the transformer", along="y")
+        lab.draw_curve(ax, [ratio], [i], name, markersize=7)
+        lab.annotate(ax, f"{ratio:.2g}", (high, i), (6, 0), va="center_baseline")
+    lab.draw_reference_line(ax, 1, "as much as the transformer", along="y")
     title = "Compute to equal loss: none identified"
     if names:
         index = int(np.nanargmax(ratios.ratio))
         title = f"For equal loss {names[index]} needs {ratios.ratio[index]:.1f} times "
         title += "the compute (bars: 90 %)"
         ax.legend()
-    set_labels(ax, title, "compute / transformer's [ratio]", "", xscale="log")
+    lab.set_labels(ax, title, "compute / transformer's [ratio]", "", xscale="log")
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.7)
     ax.set_xlim(*np.clip(ax.get_xlim(), 0.05, 50))
-    label_log_axis(ax.xaxis)
+    lab.label_log_axis(ax.xaxis)
 
 
 def _draw_differences(ax: "Axes", result: Result) -> None:
@@ -351,20 +334,32 @@ def _draw_differences(ax: "Axes", result: Result) -> None:
         if len(subset):
             # Points of equal size are shifted, so that they do not overlap.
             sizes = subset.size * 1.04 ** (i - len(names) / 2)
-            draw_curve(ax, sizes, subset.difference, name, name)
+            lab.draw_curve(ax, sizes, subset.difference, name, name)
             ends = subset.by_seed.min(1), subset.by_seed.max(1)
-            ax.vlines(sizes, *ends, color=system_style(name).color, linewidth=1)
+            ax.vlines(sizes, *ends, color=lab.system_style(name).color, linewidth=1)
             last = float(subset.difference[-1])
             worst = (name, last) if last > worst[1] else worst
-    draw_reference_line(ax, 0, "the transformer")
+    lab.draw_reference_line(ax, 0, "the transformer")
     title = "Loss at equal parameters and tokens"
     if worst[0]:
         title = f"At equal size {worst[0]} is worst, by {worst[1]:.2f} nats "
         title += "(lines: seeds)"
     less = "loss - transformer's [nats/byte]"
     size = "parameters outside embeddings [1]"
-    set_labels(ax, title, size, less, xscale="log")
+    lab.set_labels(ax, title, size, less, xscale="log")
     shown = result.differences.distinct("size")
     ax.set_xticks(shown, [f"{size:,}" for size in shown])
     ax.minorticks_off()
     ax.legend()
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    runs.run,
+    plot,
+    claims,
+    summary,
+    metrics,
+    panels=lab.Panels(4, 1, 2.9),
+)

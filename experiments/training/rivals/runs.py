@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from experiments import lab
 from experiments.training.rivals.settings import REFERENCE, Config, Side, side
 from jaxkv.models import Params
-from jaxkv.progress import QUIET, Progress
-from jaxkv.report import Floats, Ints, ResultRecord, ResultTable, column
 from scaling.corpora import Corpus
 from scaling.frontiers import (
     ComputeRatio,
@@ -49,77 +48,83 @@ COMPUTE = {"exact": "flops", "6ND": "flops_6nd"}
 """Ways to count compute, with the columns of `SideRuns`."""
 
 
-class SideRuns(ResultTable):
+class SideRuns(lab.ResultTable):
     """Finished runs; `side` is an index into `Result.sides`."""
 
-    side: Ints = column("index of the side")
-    size: Ints = column("target number of parameters")
-    seed: Ints = column("seed of parameters and data order")
-    num_params: Ints = column("all parameters")
-    num_params_non_embedding: Ints = column("parameters outside embeddings")
-    hidden_size: Ints = column("hidden size")
-    num_tokens: Ints = column("trained tokens")
-    flops: Floats = column("exact compute")
-    flops_6nd: Floats = column("compute as 6 N D")
-    loss: Floats = column("nats per token of held-out windows")
-    loss_se: Floats = column("standard error of the loss")
-    learning_rate: Floats = column("best tried rate")
-    seconds: Floats = column("training time with other runs on the machine")
+    side: lab.Ints = lab.column("index of the side")
+    size: lab.Ints = lab.column("target number of parameters")
+    seed: lab.Ints = lab.column("seed of parameters and data order")
+    num_params: lab.Ints = lab.column("all parameters")
+    num_params_non_embedding: lab.Ints = lab.column("parameters outside embeddings")
+    hidden_size: lab.Ints = lab.column("hidden size")
+    num_tokens: lab.Ints = lab.column("trained tokens")
+    flops: lab.Floats = lab.column("exact compute")
+    flops_6nd: lab.Floats = lab.column("compute as 6 N D")
+    loss: lab.Floats = lab.column("nats per token of held-out windows")
+    loss_se: lab.Floats = lab.column("standard error of the loss")
+    learning_rate: lab.Floats = lab.column("best tried rate")
+    seconds: lab.Floats = lab.column("training time with other runs on the machine")
 
 
-class Trials(ResultTable):
+class Trials(lab.ResultTable):
     """Tried learning rates and their losses."""
 
-    side: Ints = column("index into `Result.sides`")
-    size: Ints = column("target number of parameters")
-    learning_rate: Floats = column("tried rate")
-    loss: Floats = column("loss of the short run")
+    side: lab.Ints = lab.column("index into `Result.sides`")
+    size: lab.Ints = lab.column("target number of parameters")
+    learning_rate: lab.Floats = lab.column("tried rate")
+    loss: lab.Floats = lab.column("loss of the short run")
 
 
-class Differences(ResultTable):
+class Differences(lab.ResultTable):
     """Loss of a side less the reference's, longest runs of equal size."""
 
-    side: np.ndarray = column("index into `Result.sides`; in reports, the name")
-    size: Ints = column("size of both", heading="parameters", form="{:,}")
-    difference: Floats = column("mean over the seeds", heading="nats", form="{:+.4f}")
-    se: Floats = column(
+    side: np.ndarray = lab.column("index into `Result.sides`; in reports, the name")
+    size: lab.Ints = lab.column("size of both", heading="parameters", form="{:,}")
+    difference: lab.Floats = lab.column(
+        "mean over the seeds", heading="nats", form="{:+.4f}"
+    )
+    se: lab.Floats = lab.column(
         "standard error due to the held-out text",
         heading="standard error",
         form="{:.4f}",
     )
-    by_seed: Float[np.ndarray, "rows seeds"] = column(
+    by_seed: Float[np.ndarray, "rows seeds"] = lab.column(
         "difference of each seed, with the same data order for both sides",
         heading="seed by seed",
         form=lambda differences: ", ".join(f"{x:+.4f}" for x in differences),
     )
 
 
-class PositionLosses(ResultRecord):
+class PositionLosses(lab.ResultRecord):
     """Loss by position in the window, longest runs of each side's largest size."""
 
-    place: Float[np.ndarray, " bins"] = column("tokens of context, middle of the bin")
-    loss: Float[np.ndarray, "sides bins"] = column("mean over the bin")
-    gain: Float[np.ndarray, " sides"] = column(
+    place: Float[np.ndarray, " bins"] = lab.column(
+        "tokens of context, middle of the bin"
+    )
+    loss: Float[np.ndarray, "sides bins"] = lab.column("mean over the bin")
+    gain: Float[np.ndarray, " sides"] = lab.column(
         "mean loss of the second quarter of the window less that of the last quarter"
     )
-    gain_se: Float[np.ndarray, " sides"] = column(
+    gain_se: Float[np.ndarray, " sides"] = lab.column(
         "standard error over windows; mostly the difficulty of the text, common to "
         "all sides"
     )
-    lead: Float[np.ndarray, " sides"] = column("the reference's gain less this one")
-    lead_se: Float[np.ndarray, " sides"] = column("standard error over common windows")
+    lead: Float[np.ndarray, " sides"] = lab.column("the reference's gain less this one")
+    lead_se: Float[np.ndarray, " sides"] = lab.column(
+        "standard error over common windows"
+    )
 
 
-class Result(ResultRecord):
+class Result(lab.ResultRecord):
     """Runs and comparisons; the reference is the first side."""
 
-    sides: np.ndarray = column("names of the sides")
-    runs: SideRuns = column("finished runs")
-    trials: Trials = column("learning rate trials")
-    differences: Differences = column("at equal size and tokens")
-    places: PositionLosses = column("by position in the window")
-    curves: FrontierCurve = column("through each side's frontier, exact compute")
-    ratios: ComputeRatio = column(
+    sides: np.ndarray = lab.column("names of the sides")
+    runs: SideRuns = lab.column("finished runs")
+    trials: Trials = lab.column("learning rate trials")
+    differences: Differences = lab.column("at equal size and tokens")
+    places: PositionLosses = lab.column("by position in the window")
+    curves: FrontierCurve = lab.column("through each side's frontier, exact compute")
+    ratios: ComputeRatio = lab.column(
         "by way to count compute, and side; the first is itself"
     )
 
@@ -336,7 +341,7 @@ def _mean(windows: np.ndarray) -> tuple[float, float]:
     return float(windows.mean()), float(se)
 
 
-def run(config: Config, progress: Progress = QUIET) -> Result:
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Trains all sides; if stopped, keeps the finished pairs of side and size."""
     names = (REFERENCE, *config.sides)
     corpus = open_on_device(config.corpus)

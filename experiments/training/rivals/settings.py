@@ -1,10 +1,9 @@
 """Sides of `rivals`, published claims on each, and training lengths."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from jaxkv import validation
+from experiments import lab
 from jaxkv.models import ModelConfig
 from scaling.corpora import STANDARD_LIBRARY, CorpusConfig
 from scaling.training import Architecture, OptimizerConfig, RecurrentConfig
@@ -107,8 +106,7 @@ def side(name: str, *, vocab_size: int, seq_len: int, head_dim: int) -> Side:
     return Side(name, model, _ADAM, _LEARNING_RATES)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(lab.ConfigRecord):
     """Sides, sizes and training lengths."""
 
     corpus: CorpusConfig = STANDARD_LIBRARY
@@ -128,40 +126,36 @@ class Config:
     """Head dimension of every transformer."""
     batch_size: int = 8
     """Windows per step."""
-    seq_len: int = 256
+    seq_len: Annotated[int, lab.Range(4)] = 256
     """Predictions per window."""
-    horizons: tuple[int, ...] = (160, 240, 360, 540)
+    horizons: Annotated[tuple[int, ...], lab.Ascending(5)] = (160, 240, 360, 540)
     """Steps of the finished runs."""
     trial_steps: int = 100
     """Steps of a learning rate trial."""
     warmup_steps: int = 20
     """Warm-up steps of every run."""
-    num_windows: int = 256
+    num_windows: Annotated[int, lab.Range(2)] = 256
     """Held-out windows that are scored."""
-    num_resamples: int = 400
+    num_resamples: Annotated[int, lab.Range(2)] = 400
     """Resamples of the fits."""
-    seeds: tuple[int, ...] = (0, 1)
+    seeds: Annotated[tuple[int, ...], lab.Range(0)] = (0, 1)
     """Seeds of parameters and data order, the same for every side. The learning rate is
     tuned with the first."""
-    num_threads: int = 2
+    num_threads: lab.PositiveInt = 2
     """Pairs of side and size trained concurrently, since the steps of small models
     leave cores idle. Results do not depend on it."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
+        super().__post_init__()
         for name in ("sides", "sizes", "seeds"):
             values = getattr(self, name)
             if not values or len({*values}) < len(values):
                 raise ValueError(f"{name}={values} must be different, at least one")
         for name in self.sides:
             side(name, vocab_size=2, seq_len=1, head_dim=2)
-        validation.ascending(self, "horizons", low=5)
         max_warmup = min(self.trial_steps, self.horizons[0])
-        validation.within(self, "warmup_steps", low=0, high=max_warmup)
-        validation.at_least(self, "seeds", low=0)
-        validation.at_least(self, "num_threads")
-        validation.at_least(self, "seq_len", low=4)
-        validation.at_least(self, "num_windows", "num_resamples", low=2)
+        lab.Range(0, max_warmup).check("warmup_steps", self.warmup_steps)
 
 
 CONFIGS = {

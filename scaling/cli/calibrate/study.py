@@ -8,11 +8,10 @@ without the stage itself.
 import dataclasses
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
-from jaxkv import validation
 from jaxkv.plotting import (
     BLUE,
     GREEN,
@@ -20,12 +19,14 @@ from jaxkv.plotting import (
     PURPLE,
     RED,
     SKY,
+    Panels,
     colors,
     draw_reference_line,
     set_labels,
 )
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import ReportPart, Sheet, Study, format_percent, format_seconds
+from jaxkv.validation import ConfigRecord, NonNegativeInt, Range
 from scaling import shapes
 from scaling.calibration import (
     FIT_ROUNDS,
@@ -73,8 +74,7 @@ ROOFLINE = ServerCoefficients(
 """All rates of the data sheet, the larger of compute and reads, and no overhead."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CalibrationConfig:
+class CalibrationConfig(ConfigRecord):
     """A table of measured stages, and what the fits leave out."""
 
     runs: str = ""
@@ -85,15 +85,14 @@ class CalibrationConfig:
     and its coefficients are kept in server.json), all of a model, or one."""
     roofline: bool = False
     """Also predicts the stages from the data sheet, without fit and overheads."""
-    draws: int = 64
+    draws: Annotated[int, Range(2)] = 64
     """Draws of the posterior."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the fits, and of the noise of predictions."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.at_least(self, "draws", low=2)
-        validation.at_least(self, "seed", low=0)
+        super().__post_init__()
         if not self.leave_out or len({*self.leave_out}) < len(self.leave_out):
             raise ValueError(
                 f"leave_out={self.leave_out!r} must be one or more of none, model, load"
@@ -306,8 +305,7 @@ STUDY = Study(
     plot=plot,
     metrics=metrics,
     summary=summary,
-    panels=(1, 2),
-    panel_size_inches=(3.4, 4.0),
+    panels=Panels(1, 2, 4.0),
     files=files,
 )
 """Fits and predictions of a table of stages, as a run folder."""

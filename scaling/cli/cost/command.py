@@ -5,14 +5,13 @@ import JAX, so it answers within a second.
 """
 
 import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from jaxkv import report, validation
+from jaxkv import report
 from jaxkv.cli import CommandOutput, describe_default, parse_subject
 from jaxkv.files import bundled_models, model_folder
-from jaxkv.validation import format_unknown_name
+from jaxkv.validation import ConfigRecord, Range, format_unknown_name
 from scaling import costs, shapes
 from scaling.cli.cost import answers as cost_answers
 from scaling.cli.cost import device_tables, drawing, tables
@@ -41,14 +40,15 @@ DEFAULT_SEQUENCE = 4096
 """Default tokens of a sequence, if the model supports as many."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CostOptions:
+class CostOptions(ConfigRecord):
     """Settings of the formulas."""
 
-    batch: int = 1
+    batch: Annotated[int, Range(1, MAX_BATCH_TOKENS)] = 1
     """Sequences b: of a training micro-batch, and of a serving step."""
     sequence: Annotated[
-        int | None, describe_default("4096, or as many as the model takes")
+        int | None,
+        Range(1, MAX_BATCH_TOKENS),
+        describe_default("4096, or as many as the model takes"),
     ] = None
     """Tokens s of each sequence."""
     device: str = "a100-80gb"
@@ -75,15 +75,6 @@ class CostOptions:
         Path | None, describe_default("none, with --plot a new one under runs/")
     ] = None
     """Folder for cost.json and the figure."""
-
-    def __post_init__(self) -> None:
-        """Validates the sizes.
-
-        Raises:
-          ValueError: a size is out of range.
-        """
-        sizes = ["batch"] if self.sequence is None else ["batch", "sequence"]
-        validation.within(self, *sizes, low=1, high=MAX_BATCH_TOKENS)
 
 
 def main(args: list[str]) -> CommandOutput:

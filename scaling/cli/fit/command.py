@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxkv import files
 from jaxkv.cli import CommandOutput, is_word, parse_changes, run_study, value_of
+from jaxkv.plotting import Panels
 from jaxkv.report import Experiment, Study, config_loads
 from scaling.cli.fit import drawing, fitting, report
 from scaling.cli.fit.config import FitConfig
@@ -59,7 +60,7 @@ def fit_experiment(log: str) -> Experiment:
         plot=drawing.plot,
         metrics=report.metrics,
         summary=report.summary,
-        panels=(2, 2),
+        panels=Panels(2, 2),
         files=lambda result: {"fit.json": result.document},
     )
     question = "Which loss do these runs predict for larger ones?"

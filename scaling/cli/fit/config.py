@@ -1,14 +1,12 @@
 """Options of `jaxkv fit`: a log, its columns, the laws, and the rows to fit."""
 
-import dataclasses
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from jaxkv import validation
+from jaxkv.validation import ConfigRecord, NonNegativeFloat, NonNegativeInt, Range
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FitConfig:
+class FitConfig(ConfigRecord):
     """A log, the meaning of its columns, and the laws to fit to its rows."""
 
     log: str
@@ -65,26 +63,24 @@ class FitConfig:
     """Coefficients with given values, as NAME=VALUE, which are not fitted."""
     bound: tuple[str, ...] = ()
     """Bounds of coefficients, as NAME=LOW:HIGH; LOW or HIGH may be empty."""
-    bootstrap: int = 4000
+    bootstrap: NonNegativeInt = 4000
     """Bootstrap resamples for the intervals; 0 uses the curvature instead."""
-    level: float = 0.9
+    level: Annotated[float, Range(0, 1, "()")] = 0.9
     """Probability of the intervals."""
     seed: int = 0
     """Seed of the resamples."""
-    tolerance: float = 0.1
+    tolerance: Annotated[float, Range(0, 1, "[)")] = 0.1
     """Largest relative difference of budgets within one isoFLOP group."""
-    smoothing: float = 0.0
+    smoothing: NonNegativeFloat = 0.0
     """Decades of FLOPs over which training curves are averaged for their envelope."""
 
     def __post_init__(self) -> None:
-        if not self.laws:
-            raise ValueError(f"law={self.law!r} must name a law")
-        validation.at_least(self, "bootstrap", low=0)
+        """Validates the fields."""
+        super().__post_init__()
         if self.bootstrap == 1:
             raise ValueError("bootstrap=1 must be 0 or at least 2 resamples")
-        validation.within(self, "level", low=0, high=1, ends="()")
-        validation.within(self, "tolerance", low=0, high=1, ends="[)")
-        validation.at_least(self, "smoothing", low=0)
+        if not self.laws:
+            raise ValueError(f"law={self.law!r} must name a law")
         if self.where and self.hold_out:
             raise ValueError("--where and --hold-out must not be given together")
         for pair in self.columns:

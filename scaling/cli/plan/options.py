@@ -1,19 +1,18 @@
 """Options of `jaxkv plan`: a budget, its use, and a scaling law."""
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxkv.cli import describe_default, refuse_outside
+from jaxkv.validation import ConfigRecord
 
 MIN_VALUE = 1e-6
 MAX_VALUE = 1e40
 """Limits of any amount; products would overflow beyond them."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(ConfigRecord):
     """A budget, its use, and a scaling law."""
 
     gpu: tuple[str, ...] = ()
@@ -77,11 +76,8 @@ class PlanOptions:
     """Folder for plan.json, architecture.json and the figure."""
 
     def __post_init__(self) -> None:
-        """Validates the amounts.
-
-        Raises:
-          ValueError: an amount is out of range.
-        """
+        """Validates the amounts."""
+        super().__post_init__()
         amounts = ("budget_usd", "flops", "days", "devices", "unique_tokens")
         for name in (*amounts, "target_loss"):
             refuse_outside(

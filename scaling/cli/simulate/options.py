@@ -3,13 +3,13 @@
 The module imports no array library, so that `--help` answers at once.
 """
 
-import dataclasses
 import math
 import re
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from jaxkv.cli import describe_default, refuse_outside
+from jaxkv.validation import ConfigRecord
 
 LATENCY_OPTIONS = ("e2e", "ttft", "tpot")
 STATISTIC_OPTIONS = ("mean", "p50", "p90", "p99")
@@ -32,8 +32,7 @@ class LatencyObjective(NamedTuple):
         return f"{self.latency} {self.statistic} <= {self.limit_s:g} s"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
+class SimulateOptions(ConfigRecord):
     """A server, its load, and the output."""
 
     device: str = "h100"
@@ -110,11 +109,8 @@ class SimulateOptions:
     """Folder for simulate.json and the figure."""
 
     def __post_init__(self) -> None:
-        """Validates each option.
-
-        Raises:
-          ValueError: an option is out of range.
-        """
+        """Validates each option."""
+        super().__post_init__()
         counts = ("devices", "tp", "num_blocks", "block_size", "max_num_seqs")
         counts += ("max_num_batched_tokens", "num_requests", "draws", "chunk_tokens")
         for name in counts:

@@ -13,55 +13,51 @@ stationary distributions; that of `hidden_markov` is sampled and has a standard 
 
 import dataclasses
 import functools
-import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Integer
 
 from jaxkv import validation
+from jaxkv.validation import ConfigRecord, PositiveInt, Range
 from scaling.corpora import streams
 from scaling.corpora.languages import hidden_markov, kgrams, markov
 
 MAX_CONTEXTS = 2**20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageConfig:
+class LanguageConfig(ConfigRecord):
     """A synthetic language, and the lengths of its texts."""
 
     kind: Literal["zipf", "markov", "kgram", "hidden_markov"]
     """Kind of language, see the module."""
-    vocab_size: int = 16
+    vocab_size: Annotated[int, Range(2, 2**16)] = 16
     """Number of tokens."""
-    exponent: float = 1.0
+    exponent: Annotated[float, Range(0, ends="[)")] = 1.0
     """Exponent of Zipf's law: of the tokens of `zipf`, of the candidates of `kgram`."""
-    sharpness: float = 2.0
+    sharpness: Annotated[float, Range(0, ends="[)")] = 2.0
     """For `markov` and `hidden_markov`: power of exponential random numbers; 0 gives
     equal probabilities, 1 uniformly random distributions, more concentrates them."""
-    order: int = 1
+    order: PositiveInt = 1
     """For `markov`: tokens of a context."""
     mixture: tuple[float, ...] = (0.30, 0.35, 0.35)
     """For `kgram`: weights of contexts of 1, 2, ... tokens; they sum to 1."""
-    num_states: int = 8
+    num_states: PositiveInt = 8
     """For `hidden_markov`: number of states."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, ends="[)")] = 0
     """Seed of the language and of its texts."""
-    num_tokens: int = 2_000_000
+    num_tokens: PositiveInt = 2_000_000
     """Tokens of the training text; a shorter text is the beginning of a longer one."""
-    num_held_out: int = 262_144
+    num_held_out: PositiveInt = 262_144
     """Tokens of the held-out text."""
-    num_unique_tokens: int = 0
+    num_unique_tokens: Annotated[int, Range(0, ends="[)")] = 0
     """Training repeats the first `num_unique_tokens` tokens; 0 means all."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validates the fields; there may be at most `MAX_CONTEXTS` contexts."""
+        super().__post_init__()
         if self.kind not in ("zipf", "markov", "kgram", "hidden_markov"):
             raise ValueError(f"kind={self.kind!r} is no kind of language")
-        validation.within(self, "vocab_size", low=2, high=2**16)
-        validation.at_least(self, "order", "num_states", "num_tokens", "num_held_out")
-        amounts = ("exponent", "sharpness", "seed", "num_unique_tokens")
-        validation.within(self, *amounts, low=0, high=math.inf, ends="[)")
         if min(self.mixture, default=0) <= 0 or abs(sum(self.mixture) - 1) > 1e-9:
             raise ValueError(
                 f"mixture={self.mixture!r} must be positive shares that sum to 1"

@@ -60,7 +60,7 @@ def test_claims_on_both_models() -> None:
     assert (tuned.verdict, tuned.ours) == ("differs", 1.5)
     assert "before 0.75" in tuned.claim
     assert fine_tuning.claims(measured(1))[0].verdict == "fails"
-    assert len(fine_tuning.summary(tuning_result)) == 2
+    assert len(fine_tuning.STUDY.report_parts(tuning_result)) == 2
     rows = fine_tuning.metrics(tuning_result)
     assert [row["model"] for row in rows["runs"]] == [BEFORE, AFTER]
     assert smoke.draw(STUDY, tuning_result)
@@ -76,7 +76,7 @@ def test_an_empty_run_has_no_claims() -> None:
         0.0,
         "cpu",
     )
-    assert fine_tuning.summary(nothing) == []
+    assert fine_tuning.STUDY.report_parts(nothing) == []
     assert fine_tuning.claims(nothing) == []
     assert smoke.draw(STUDY, nothing)
 

@@ -13,13 +13,12 @@ from experiments.decoding.jacobi.from_text import (
     Result,
 )
 from experiments.decoding.speculation.on_text import DecodingRuns
-from experiments.framework.registry import studies_of
 from jaxkv.models import LoadedModel
 from jaxkv.sampling import Sampling
 from tests.support import engines, smoke
 from tests.support.engines import MODEL, Ask
 
-(STUDY,) = studies_of(from_text)
+STUDY = from_text.STUDY
 
 
 def test_the_correct_prefix_is_counted() -> None:
@@ -84,7 +83,7 @@ def test_claims_on_counts() -> None:
     judged = from_text.claims(block_result)
     assert [x.verdict for x in judged if x.ours >= 1] == ["fails"] * 3
     assert block_result.blocks.tokens_per_step[0] == pytest.approx(8 / 6.5)
-    assert len(from_text.summary(block_result)) == 2
+    assert len(from_text.STUDY.report_parts(block_result)) == 2
     assert smoke.draw(STUDY, block_result)
 
 

@@ -7,12 +7,11 @@ import pytest
 
 from experiments.decoding.speculation import on_text, serving, theory
 from experiments.decoding.speculation.on_text import CONFIGS, Config, Result
-from experiments.framework.registry import studies_of
 from experiments.harness import CallTimes
 from jaxkv.engine import StepInfo
 from tests.support import smoke
 
-(STUDY,) = studies_of(on_text)
+STUDY = on_text.STUDY
 SMOKE = CONFIGS["smoke"]
 
 

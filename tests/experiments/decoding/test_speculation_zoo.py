@@ -10,13 +10,12 @@ from experiments.decoding.speculation import held_out, serving
 from experiments.decoding.speculation.on_text import DecodingRuns
 from experiments.decoding.speculation_zoo import experiment
 from experiments.decoding.speculation_zoo.experiment import CONFIGS, Config, Result
-from experiments.framework.registry import studies_of
 from jaxkv.progress import QUIET
 from jaxkv.text import ByteTokenizer
 from tests.support import smoke
 from tests.support.mutation import replace
 
-(STUDY,) = studies_of(experiment)
+STUDY = experiment.STUDY
 
 
 def rows(*ways: tuple[str, int, int, int, float], rounds: int = 3) -> DecodingRuns:

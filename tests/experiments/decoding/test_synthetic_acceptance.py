@@ -39,13 +39,13 @@ def test_speeds_and_errors_by_hand() -> None:
     assert claim.ours == pytest.approx(0.05 / error)
     few = Result(TimedDrafts.of([(0.5, 2, 9, 27, *times)]), "a shape", "cpu")
     assert [x.verdict for x in synthetic.claims(few)] == ["differs"]
-    assert len(synthetic.summary(pricing_result)) == 1
+    assert len(synthetic.STUDY.report_parts(pricing_result)) == 1
     assert smoke.draw(STUDY, pricing_result)
 
 
 def test_an_empty_run_has_no_claims() -> None:
     nothing = Result(TimedDrafts.of([]), "a shape", "cpu")
-    assert synthetic.summary(nothing) == []
+    assert synthetic.STUDY.report_parts(nothing) == []
     assert [*synthetic.claims(nothing)] == []
     assert smoke.draw(STUDY, nothing)
 

@@ -6,12 +6,11 @@ import heapq
 import numpy as np
 import pytest
 
-from experiments.framework.registry import studies_of
 from experiments.serving.batching import experiment, lectures, sweeps
 from experiments.serving.batching.experiment import CONFIGS, Config, Result
 from tests.support import smoke
 
-(STUDY,) = studies_of(experiment)
+STUDY = experiment.STUDY
 SMOKE = CONFIGS["smoke"]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework.registry import studies_of
 from experiments.harness import cut_held_out_prompts, draw_ragged_lengths
 from experiments.serving.demo import experiment
 from jaxkv.engine import StepInfo
@@ -21,7 +20,7 @@ from tests.support import smoke
 from tests.support.commands import Command, assert_refused, document
 from tests.support.impatience import Stopping
 
-(STUDY,) = studies_of(experiment)
+STUDY = experiment.STUDY
 
 
 @pytest.fixture(scope="module")

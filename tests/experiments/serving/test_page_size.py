@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.framework.registry import studies_of
 from experiments.harness import Implementation, KernelRun
 from experiments.harness.kernels import runs
 from experiments.serving.page_size import attention, experiment, serving
@@ -101,14 +100,14 @@ def test_workloads_are_simulated_with_pages_of_every_size() -> None:
     assert rows.page_size.tolist() == [16, 256] * 4
     assert ((rows.tokens + rows.unused)[rows.rate < 2] < 1).all()
     assert (np.diff(rows.unused.reshape(4, 2)) > 0).all()
-    (study,) = studies_of(serving)
+    study = serving.STUDY
     files = smoke.draw(study, result)
     assert files["figure.png"].startswith(b"\x89PNG")
     assert len(study.metrics(result)["serving"]) == 8
 
 
 def test_an_older_config_chooses_its_study() -> None:
-    page_experiment = Experiment("page_size", "How large?", studies_of(experiment))
+    page_experiment = Experiment("page_size", "How large?", experiment.STUDIES)
     plain = json.loads(config_dumps(Config()))
     for hours, kind in ((0.0, Config), (0.25, serving.Config)):
         text = json.dumps(plain | {"hours": hours, "seed": 3})

@@ -12,7 +12,7 @@ from pallas_kernels.paged_attention.prefill_plan import PrefillPlan
 from pallas_kernels.paged_attention.stream_k import Tiling
 
 TILING = Tiling(num_programs=3, tile=64, block_rows=128)
-FIELDS = ("slot", "row", "low", "high", "first", "inner", "num_inner", "num_kv")
+FIELDS = ("slot", "row", "low", "high", "first_kv", "inner", "num_inner", "num_kv")
 
 
 class Made(NamedTuple):
@@ -22,12 +22,12 @@ class Made(NamedTuple):
     tile_of: np.ndarray
     slot: np.ndarray
     row: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-    whole: np.ndarray
+    begin_row: np.ndarray
+    end_row: np.ndarray
+    is_full: np.ndarray
     low: np.ndarray
     high: np.ndarray
-    first: np.ndarray
+    first_kv: np.ndarray
     inner: np.ndarray
     num_inner: np.ndarray
     num_kv: np.ndarray
@@ -66,7 +66,7 @@ def make(positions: np.ndarray, slots: np.ndarray, **options: Any) -> Made:
         name: plan_arrays.tiles[getattr(prefill_plan, name.upper())]
         for name in Made._fields[2:]
     }
-    lines["whole"] = plan_arrays.tiles[prefill_plan.IS_FULL :][:2].T
+    lines["is_full"] = plan_arrays.tiles[prefill_plan.IS_FULL :][:2].T
     return Made(plan_arrays.position, plan_arrays.tile_of, **lines)
 
 
@@ -83,14 +83,14 @@ def test_a_plan_computed_by_hand() -> None:
         # 125 rows at 100 to 224 and 25 rows at 225 to 249.
         "low": [0, 0, 0],
         "high": [225, 250, 40],
-        "first": [0, 0, 0],
+        "first_kv": [0, 0, 0],
         "inner": [0, 0, 0],
         "num_inner": [1, 3, 0],
         "num_kv": [4, 4, 1],
     }
-    assert plan.begin[:3].tolist() == [35, 160, 190]
-    assert plan.end[:3].tolist() == [160, 185, 230]
-    assert plan.whole[:3].tolist() == [[0, 1], [0, 0], [0, 0]]
+    assert plan.begin_row[:3].tolist() == [35, 160, 190]
+    assert plan.end_row[:3].tolist() == [160, 185, 230]
+    assert plan.is_full[:3].tolist() == [[0, 1], [0, 0], [0, 0]]
     assert (plan.num_kv[3:] == 0).all()
 
 
@@ -119,7 +119,7 @@ def test_every_row_is_in_one_tile(seed: int) -> None:
         row = int(plan.row[tile])
         assert row % 8 == 0
         assert row + 128 <= prefill_plan.num_padded(num_rows)
-        tile_rows = np.arange(int(plan.begin[tile]), int(plan.end[tile]))
+        tile_rows = np.arange(int(plan.begin_row[tile]), int(plan.end_row[tile]))
         tile_rows = tile_rows[positions[tile_rows] >= 0]
         assert set(slots[tile_rows]) == {slot}
         assert counts[slot] > few
@@ -130,7 +130,7 @@ def test_every_row_is_in_one_tile(seed: int) -> None:
         tile_counts[tile_rows] += 1
         for half in range(2):
             inside = (tile_rows - row) // 64 == half
-            assert plan.whole[tile, half] == (inside.sum() == 64)
+            assert plan.is_full[tile, half] == (inside.sum() == 64)
         check_keys(plan, tile, positions[tile_rows], window)
     is_prefill = [counts[slot] > few if slot >= 0 else False for slot in slots]
     expected = np.where(is_prefill, positions >= 0, False)
@@ -151,7 +151,7 @@ def check_keys(
         sees &= place[None, :] > positions[:, None] - window
     any_tile = sees.any(0).reshape(-1, 64).any(1)
     all_tile = sees.all(0).reshape(-1, 64).all(1)
-    first = int(plan.first[tile])
+    first = int(plan.first_kv[tile])
     inner = int(plan.inner[tile])
     tiles = np.arange(20, dtype=np.int32)
     actual = (tiles >= first) & (tiles < first + plan.num_kv[tile])

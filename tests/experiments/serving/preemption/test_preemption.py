@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from experiments.framework import load_experiment
-from experiments.framework.registry import studies_of
 from experiments.serving.preemption import measurement, serving
 from experiments.serving.preemption.measurement import Config, Result
 from experiments.serving.preemption.serving import PreemptionSetting, Servings
@@ -18,7 +17,7 @@ from tests.support import smoke
 from tests.support.folders import RECORDS
 from tests.support.impatience import Impatient, Stopping
 
-(STUDY,) = studies_of(measurement)
+STUDY = measurement.STUDY
 SMOKE = measurement.CONFIGS["smoke"]
 WHOLE = dataclasses.replace(
     SMOKE, host_shares=(0.0,), host_share=1 / 4, page_sizes=(4, 16)

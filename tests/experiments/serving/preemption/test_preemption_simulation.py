@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from experiments.framework.registry import studies_of
 from experiments.serving.preemption import simulation
 from experiments.serving.preemption.simulation import Config, Result, SimulatedServings
 from jaxkv.report import Sheet
 from tests.support import smoke
 
-(STUDY,) = studies_of(simulation)
+STUDY = simulation.STUDY
 
 
 def made_up() -> Result:
