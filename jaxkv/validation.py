@@ -282,11 +282,13 @@ class Range(NamedTuple):
       ends: a bracket for each end: "[" or "]" includes it, "(" or ")" excludes it.
     """
 
-    low: float = -math.inf
-    high: float = math.inf
+    low: int | float = -math.inf
+    high: int | float = math.inf
     ends: str = "[]"
 
-    def check(self, name: str, value: float | Sequence[float] | None) -> None:
+    def check(
+        self, name: str, value: int | float | Sequence[int | float] | None
+    ) -> None:
         """Raises a ValueError unless the value is None or in the interval."""
         if value is None:
             return
@@ -325,11 +327,11 @@ class Ascending(NamedTuple):
       strictly: True if equal neighbours are refused.
     """
 
-    low: float = -math.inf
+    low: int | float = -math.inf
     minimum: int = 1
     strictly: bool = True
 
-    def check(self, name: str, values: Sequence[float]) -> None:
+    def check(self, name: str, values: Sequence[int | float]) -> None:
         """Raises a ValueError if the tuple is unordered, too short or too low."""
         low, minimum, strictly = self
         ordered = sorted({*values} if strictly else values) == [*values]
