@@ -27,17 +27,14 @@ class SeededBug(NamedTuple):
     original: str
     """Text that occurs exactly once in the file."""
     wrong: str
-    tests: tuple[str, ...]
+    tests: list[str]
     """Files of the quick suite, relative to `tests/`."""
 
 
 def load_bugs() -> list[SeededBug]:
     """Returns the seeded bugs of the list."""
     text = (ROOT / "tests/seeded_bugs.toml").read_text("utf-8")
-    return [
-        SeededBug(**{**bug, "tests": tuple(bug["tests"])})
-        for bug in tomllib.loads(text)["bugs"]
-    ]
+    return [SeededBug(**bug) for bug in tomllib.loads(text)["bugs"]]
 
 
 def _copy_tree(target: pathlib.Path) -> None:

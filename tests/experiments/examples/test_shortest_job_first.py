@@ -1,5 +1,6 @@
 """Shortest job first changes the order of requests, and not their tokens."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,8 +15,8 @@ from tests.support.plans import counts, plan_of
 def test_tokens_of_cached_pages_are_not_fed() -> None:
     c = counts([], [12, 8, 9], free_pages=1)
     c = c._replace(
-        waiting_cached=np.array([8, 0, 0, 0], np.int32),
-        waiting_pages=np.array([1, 2, 3, 0], np.int32),
+        waiting_cached=jnp.asarray([8, 0, 0, 0], jnp.int32),
+        waiting_pages=jnp.asarray([1, 2, 3, 0], jnp.int32),
     )
     plan = plan_of(c, ShortestJobFirst(jaxkv.fcfs()))
     assert np.flatnonzero(plan.admit).tolist() == [0]

@@ -372,9 +372,11 @@ def test_the_engine_has_a_slot_for_each_answer(
         ({"n": 3, "beam_width": 3}, 4),
         ({"prompt": ("a", "b", "c"), "n": 9}, 16),
     ):
-        options = generate.GenerateOptions(**{"prompt": ("a",)} | fields)
-        made, prompts = generate._engine(folders.TOKENIZED, options)
-        assert made["max_slots"] == max_slots
+        merged: Any = {"prompt": ("a",)} | fields
+        options = generate.GenerateOptions(**merged)
+        bounds: Any
+        bounds, prompts = generate._engine(str(folders.TOKENIZED), options)
+        assert bounds["max_slots"] == max_slots
         assert len(prompts) == len(options.prompt)
 
 

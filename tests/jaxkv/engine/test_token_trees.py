@@ -144,10 +144,10 @@ def test_every_place_has_the_tokens_on_its_path() -> None:
 def test_a_window_must_be_wider_than_a_tree() -> None:
     model = dataclasses.replace(engines.MODEL, window=8)
     pages = jax.eval_shape(lambda: make_model_pages(model, engines.SERVED))
-    index = jax.ShapeDtypeStruct((9,), jnp.int32)
-    table = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    index: Any = jax.ShapeDtypeStruct((9,), jnp.int32)
+    table: Any = jax.ShapeDtypeStruct((1, 4), jnp.int32)
     for num_drafts in (8, 9):
-        tree = jax.ShapeDtypeStruct((9, num_drafts), bool)
+        tree: Any = jax.ShapeDtypeStruct((9, num_drafts), bool)
         rows = Rows(index, index, index, table, index, index, ancestors=tree)
         with pytest.raises(ValueError, match=f"window=8 must be above {num_drafts=}"):
             jax.eval_shape(PagedForward(model), engines.params(), pages, rows)

@@ -90,7 +90,7 @@ def test_legends_and_titles_do_not_cover_the_data(
 def test_a_look_overrides_the_style_of_a_system() -> None:
     def draw(ax: Any) -> None:
         [plain] = style.draw_curve(ax, [1, 2], [3, 4], "jaxkv", "jaxkv")
-        look = dict(color="0.5", linewidth=9.0)
+        look: dict[str, Any] = dict(color="0.5", linewidth=9.0)
         [other] = style.draw_curve(ax, [1, 2], [3, 4], "jaxkv", **look)
         assert plain.get_color() == system_style("jaxkv").line["color"] != "0.5"
         assert (other.get_color(), other.get_linewidth()) == ("0.5", 9.0)

@@ -118,7 +118,7 @@ def test_sessions_take_turns() -> None:
     assert np.flatnonzero(plan_of(c, policy).admit).tolist() == [2, 3]
     # One fits: a session without slots equals a request without a session.
     c = c._replace(
-        free_pages=np.int32(3), waiting_attributes=columns(session=[6, -1, 4, 4])
+        free_pages=jnp.int32(3), waiting_attributes=columns(session=[6, -1, 4, 4])
     )
     assert np.flatnonzero(plan_of(c, policy).admit).tolist() == [0]
 
