@@ -374,8 +374,8 @@ def test_the_engine_has_a_slot_for_each_answer(
     ):
         merged: Any = {"prompt": ("a",)} | fields
         options = generate.GenerateOptions(**merged)
-        bounds: Any
-        bounds, prompts = generate._engine(str(folders.TOKENIZED), options)
+        pair: Any = generate._engine(str(folders.TOKENIZED), options)
+        bounds, prompts = pair
         assert bounds["max_slots"] == max_slots
         assert len(prompts) == len(options.prompt)
 

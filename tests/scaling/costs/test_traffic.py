@@ -54,7 +54,7 @@ def with_kv_heads(num: int) -> Any:
         ("tensor", "tp=8,sp", LLAMA, 3_758_096_384, 3_758_096_384),
         ("sequence", "tp=8,sp", LLAMA, 0, 32 * 2 * 7 / 8 * BLOCK + NORMS),
         ("tensor", "tp=1", LLAMA, 0, 0),
-        # Latent attention: two all-reduces per layer, and one of the latents' gradients.
+        # Latent attention: two all-reduces per layer, and one of latents' gradients.
         ("tensor", "tp=8", DEEPSEEK, 4 * LATENT, 2 * LATENT + LATENTS + SHARES),
         # Embeddings and the loss of a divided vocabulary are summed.
         ("vocabulary", "tp=8", LLAMA, 2 * 7 / 8 * BLOCK + LOSS, 2 * 7 / 8 * BLOCK),
