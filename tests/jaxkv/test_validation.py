@@ -19,6 +19,7 @@ from jaxkv.validation import (
     PositiveInt,
     Range,
     Share,
+    token_sequence,
 )
 
 
@@ -97,7 +98,7 @@ def test_a_former_spelling_is_read_with_a_warning() -> None:
 
 def test_token_ids_are_integers() -> None:
     for ids in (np.array([1, 2], np.uint8), [1, 2], (1, np.int64(2))):
-        assert validation.token_sequence("ids", ids).tolist() == [1, 2]
+        assert token_sequence("ids", ids).tolist() == [1, 2]
     for wrong in (np.array([1.0]), np.array([[1]]), [1.0], [True], "1", 1):
         with pytest.raises(ValueError, match="must be a sequence of token ids"):
-            validation.token_sequence("ids", wrong)
+            token_sequence("ids", wrong)
