@@ -129,6 +129,21 @@ def test_full_slot_changes_no_slot() -> None:
     assert after.table.length.tolist() == [0, LENGTH, 0]
 
 
+def test_a_second_prefill_continues_the_first() -> None:
+    tokens = random_tokens()
+    cache = make_cache()
+    for begin in (0, 8):
+        logits, cache, enough = prefill(
+            engines.params(),
+            cache,
+            tokens[:, begin : begin + 8],
+            np.full(SLOTS, 8, np.int32),
+            forward=FORWARD,
+        )
+        assert enough
+        np.testing.assert_allclose(logits, expected()[:, begin + 7], rtol=0, atol=1e-4)
+
+
 @pytest.mark.thorough
 def test_inside_jit_and_scan() -> None:
     @compiled

@@ -5,6 +5,7 @@ import math
 import re
 from typing import Annotated
 
+import numpy as np
 import pytest
 
 from jaxkv.engine import EngineConfig
@@ -18,6 +19,7 @@ from jaxkv.validation import (
     PositiveInt,
     Range,
     Share,
+    token_sequence,
 )
 
 
@@ -92,3 +94,11 @@ def test_a_former_spelling_is_read_with_a_warning() -> None:
     assert old == EngineConfig(max_drafts=4, num_draft_buckets=2)
     with pytest.raises(ValueError, match="num_lengths"):
         EngineConfig(num_lengths=2, num_draft_buckets=2)  # ty: ignore[unknown-argument]
+
+
+def test_token_ids_are_integers() -> None:
+    for ids in (np.array([1, 2], np.uint8), [1, 2], (1, np.int64(2))):
+        assert token_sequence("ids", ids).tolist() == [1, 2]
+    for wrong in (np.array([1.0]), np.array([[1]]), [1.0], [True], "1", 1):
+        with pytest.raises(ValueError, match="must be a sequence of token ids"):
+            token_sequence("ids", wrong)

@@ -77,6 +77,8 @@ def test_the_first_line_counts_claims_by_kind(jaxkv: Command) -> None:
     assert checks in first.partition("Own checks")[2]
     fitted = sum(x.kind == "calibrated" for x in claims)
     assert f"Calibrated ({fitted})" in first
+    records = results_page.find_records(results_page.RECORDS)
+    assert results_page._first_line(records) == first
     shutil.copytree(results_page.RECORDS / "memory_waste", "runs/one")
     counts = document(jaxkv, "claims", "--folder", "runs")["counts"]
     assert counts["calibrated"] == {"holds": 5, "fails": 0, "differs": 0}

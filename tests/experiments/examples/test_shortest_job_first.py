@@ -1,5 +1,6 @@
 """Shortest job first changes the order of requests, and not their tokens."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,10 +9,20 @@ from experiments.examples import shortest_job_first
 from experiments.examples.shortest_job_first import ShortestJobFirst
 from tests.support import engines
 from tests.support.engines import TIGHT, greedy
+from tests.support.plans import counts, plan_of
 
-pytestmark = pytest.mark.thorough
+
+def test_tokens_of_cached_pages_are_not_fed() -> None:
+    c = counts([], [12, 8, 9], free_pages=1)
+    c = c._replace(
+        waiting_cached=jnp.asarray([8, 0, 0, 0], jnp.int32),
+        waiting_pages=jnp.asarray([1, 2, 3, 0], jnp.int32),
+    )
+    plan = plan_of(c, ShortestJobFirst(jaxkv.fcfs()))
+    assert np.flatnonzero(plan.admit).tolist() == [0]
 
 
+@pytest.mark.thorough
 def test_shortest_job_first_lowers_latency_and_finishes_long_jobs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -33,6 +33,9 @@ def test_jobs_are_connected_and_their_tokens_add_up() -> None:
         assert load.remaining[i] == tokens[load.job == load.job[i]].sum() - attained
         # The cached context is a part of the tokens of earlier turns.
         assert int(w.context[i]) <= attained
+        # It is a chain of turns up to an earlier turn, with its answer.
+        chains = {int(w.context[k]) + int(tokens[k]) for k in before[i]}
+        assert int(w.context[i]) in {0, *chains}
     ordered: Any = load.prioritised(load.remaining).attributes
     by_key = np.asarray(ordered.priority)[np.argsort(load.remaining, kind="stable")]
     assert (np.diff(by_key) >= 0).all()

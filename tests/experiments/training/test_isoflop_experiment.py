@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.framework import load_experiment
 from experiments.training.isoflop import experiment as isoflop_experiment
+from experiments.training.isoflop import report
 from experiments.training.isoflop.prediction import average_predictions, seed_spread
 from experiments.training.learning_rate import experiment as learning_rate_experiment
 from jaxkv.cli import generate
+from jaxkv.report import read_run
 from scaling.sweeps import (
     count_cost,
     extrapolate,
@@ -22,6 +25,7 @@ from scaling.sweeps import (
     optimal_rates,
 )
 from tests.support import smoke
+from tests.support.folders import RECORDS
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +172,12 @@ def test_the_learning_rate_experiment_trains_the_whole_grid() -> None:
         row_mask = [run == cell for run in runs]
         rates = training_runs.learning_rate[row_mask]
         assert len(rates) == len({*rates}) == 2 + config.max_extensions
+
+
+def test_the_table_of_budgets_has_tokens_per_parameter() -> None:
+    result: Any = read_run(RECORDS / "isoflop", load_experiment("isoflop")).result
+    optima = result.optima
+    at = [*optima.methods].index("parabola")
+    ratios = [float(row[4] or "nan") for row in report._budgets(result).rows]
+    expected = optima.num_tokens[at] / optima.num_params[at]
+    np.testing.assert_allclose(ratios, expected, rtol=5e-3)

@@ -362,6 +362,24 @@ def test_a_folder_takes_precedence_over_a_bundled_name(
     assert files.model_folder("stdlib-bytes") == Path("stdlib-bytes")
 
 
+def test_the_engine_has_a_slot_for_each_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generate, "load_engine", lambda *_, **fields: fields)
+    for fields, max_slots in (
+        ({"n": 2}, 2),
+        ({"n": 2, "best_of": 5}, 8),
+        ({"n": 3, "beam_width": 3}, 4),
+        ({"prompt": ("a", "b", "c"), "n": 9}, 16),
+    ):
+        merged: Any = {"prompt": ("a",)} | fields
+        options = generate.GenerateOptions(**merged)
+        pair: Any = generate._engine(str(folders.TOKENIZED), options)
+        bounds, prompts = pair
+        assert bounds["max_slots"] == max_slots
+        assert len(prompts) == len(options.prompt)
+
+
 def test_compile_time_is_reported_separately() -> None:
     summary = generate._summary(
         [{"tokens": [1], "reason": "stop", "score": None}], 2, 6

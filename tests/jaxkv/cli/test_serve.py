@@ -57,6 +57,7 @@ def test_a_missing_extra_is_named(
     [
         ("--api-key short", "--api-key must have at least 8 characters"),
         ("--port 65536", "--port 65536: must be in [0, 65535]"),
+        ("--api-key eight-88 --port 65536", "--port 65536: must be in [0, 65535]"),
         ("--grace-s -1", "--grace-s -1.0: must be in [0, 86400]"),
         ("--deadline-s 0", "--deadline-s 0.0: must be in [0.001, 86400]"),
         ("--max-requests 0", "--max-requests 0: must be in [1, 1000000]"),

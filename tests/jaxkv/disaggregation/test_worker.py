@@ -329,7 +329,8 @@ def test_damaged_messages_are_refused() -> None:
     damaged: list[Any] = [
         ("{", payload),
         ("[]", payload),
-        (b"{}", payload),
+        (header.encode(), payload),
+        (header + " " * page_messages.MAX_HEADER_BYTES, payload),
         (header, payload[:-1]),
         (header, np.append(payload, np.uint8(0))),
         (header, payload.tobytes()),

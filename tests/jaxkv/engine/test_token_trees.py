@@ -1,5 +1,6 @@
 """Token trees: ancestors, the accepted path, and moves of K and V."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 from jaxkv.engine import drafting
 from jaxkv.engine.drafting import Drafts
 from jaxkv.engine.emitting import TokenHistory, verification
-from jaxkv.memory import NO_PAGE, make_pages, move_tokens
+from jaxkv.memory import NO_PAGE, Rows, make_pages, move_tokens
+from jaxkv.models import PagedForward, make_model_pages
+from tests.support import engines
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
@@ -136,6 +139,18 @@ def test_every_place_has_the_tokens_on_its_path() -> None:
         row = slot * width + place
         assert histories.num_tokens[row] == len(wanted)
         assert histories.tokens[row, : len(wanted)].tolist() == wanted
+
+
+def test_a_window_must_be_wider_than_a_tree() -> None:
+    model = dataclasses.replace(engines.MODEL, window=8)
+    pages = jax.eval_shape(lambda: make_model_pages(model, engines.SERVED))
+    index: Any = jax.ShapeDtypeStruct((9,), jnp.int32)
+    table: Any = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    for num_drafts in (8, 9):
+        tree: Any = jax.ShapeDtypeStruct((9, num_drafts), bool)
+        rows = Rows(index, index, index, table, index, index, ancestors=tree)
+        with pytest.raises(ValueError, match=f"window=8 must be above {num_drafts=}"):
+            jax.eval_shape(PagedForward(model), engines.params(), pages, rows)
 
 
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])

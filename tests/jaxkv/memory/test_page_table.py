@@ -73,6 +73,12 @@ def test_slots_are_served_in_order() -> None:
     assert violations(pool, table, live(table)) == (0,) * 7
 
 
+def test_each_wrong_reference_count_is_a_violation() -> None:
+    pool, table = make_state()
+    wrong = pool._replace(ref=pool.ref.at[0].add(1).at[1].add(-1))
+    assert violations(wrong, table, live(table)).i1 == 2
+
+
 def test_reserve_appends_missing_pages() -> None:
     pool, table = make_state()
     pool, table, copies, enough = reserve(pool, table, ints(12, 5, 1, 0, 4))

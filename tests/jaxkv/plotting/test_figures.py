@@ -87,6 +87,17 @@ def test_legends_and_titles_do_not_cover_the_data(
     assert sheet.axes[0].get_title(loc="left").split() == title.split()
 
 
+def test_a_look_overrides_the_style_of_a_system() -> None:
+    def draw(ax: Any) -> None:
+        [plain] = style.draw_curve(ax, [1, 2], [3, 4], "jaxkv", "jaxkv")
+        look: dict[str, Any] = dict(color="0.5", linewidth=9.0)
+        [other] = style.draw_curve(ax, [1, 2], [3, 4], "jaxkv", **look)
+        assert plain.get_color() == system_style("jaxkv").line["color"] != "0.5"
+        assert (other.get_color(), other.get_linewidth()) == ("0.5", 9.0)
+
+    style.render_figure(draw)
+
+
 def breach(change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns the faults of a valid panel after a change during drawing."""
 

@@ -621,3 +621,14 @@ def test_one_pass_argmax_equals_several_passes(vocab: int, with_raw: bool) -> No
     assert 0 < invalid.sum() < len(invalid)
     np.testing.assert_array_equal(slow_token[~invalid], token[~invalid])
     np.testing.assert_array_equal(again[~invalid], top[~invalid])
+
+
+def test_lower_ids_come_first_among_equal_candidates() -> None:
+    """The best token may be in a later block than one of its equals."""
+    rng = np.random.default_rng(0)
+    logits = rng.integers(0, 4, (3, 2048)).astype(np.float32)
+    logits[:, -1] = 9
+    values, ids = top_k.candidates(jnp.asarray(logits), 4)
+    expected = np.argsort(-logits, axis=1, kind="stable")[:, :4]
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(logits, expected, 1))

@@ -116,6 +116,11 @@ def test_sessions_take_turns() -> None:
     c = c._replace(attributes=running, waiting_attributes=waiting)
     # Two requests fit; those of sessions without slots are admitted: the last two.
     assert np.flatnonzero(plan_of(c, policy).admit).tolist() == [2, 3]
+    # One fits: a session without slots equals a request without a session.
+    c = c._replace(
+        free_pages=jnp.int32(3), waiting_attributes=columns(session=[6, -1, 4, 4])
+    )
+    assert np.flatnonzero(plan_of(c, policy).admit).tolist() == [0]
 
 
 def test_victims_are_chosen_by_attributes() -> None:

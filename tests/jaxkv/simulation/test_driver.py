@@ -56,6 +56,22 @@ def served(**options: Any) -> SimulationResult:
     )
 
 
+def test_samples_share_the_prompt_and_recompute_alone() -> None:
+    load = simulations.workload(3, 12, max_samples=3)
+    bounds = Capacity.of(num_pages=42, page_size=4, max_length=60, token_budget=24)
+    member = SimulationMember(load, bounds, scheduling.fcfs(), COST)
+    outcome = simulation.simulate(
+        simulation.stack([member]), max_slots=9, max_samples=3, steps_per_call=256
+    )
+    samples = np.asarray(load.samples)
+    output = np.asarray(load.output)
+    assert outcome.totals.drawn[0] == (samples * output).sum()
+    assert (outcome.preempted[0] > 1).any()
+    fed = outcome.totals.decoded[0] + outcome.totals.read[0]
+    tokens = np.asarray(load.prompt) + samples * (output - 1)
+    assert fed == tokens.sum() + outcome.recomputed[0].sum()
+
+
 def test_all_are_served_and_all_steps_are_summed() -> None:
     outcome = served()
     for i, load in enumerate(LOADS):

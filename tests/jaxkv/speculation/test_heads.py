@@ -34,6 +34,7 @@ from jaxkv.speculation import (
     TargetWithEagle,
     TargetWithHeads,
     draws,
+    eagle,
     eagle_drafting,
     head_logits,
     load_heads,
@@ -252,6 +253,39 @@ def test_the_noise_of_the_target_ranks_guesses() -> None:
     samples = sampling.sample(logits, params, places)
     assert jnp.argmax(ranked, axis=1).tolist() == samples.token.tolist()
     np.testing.assert_array_equal(ranked[0], logits[0])
+
+
+def test_attention_of_unrolled_drafts_equals_a_loop() -> None:
+    """In step s, the newest s keys of a position are those of its drafts."""
+    rng = np.random.default_rng(0)
+    config = EAGLE.layer
+    batch, seq, steps = 2, 6, 3
+    groups = config.num_q_heads // config.num_kv_heads
+    shape = (config.num_kv_heads, groups + 2, config.head_dim, batch * seq)
+    inputs = rng.normal(size=(steps, *shape)).astype(np.float32)
+    keys: Any = ()
+    for step, qkv in enumerate(inputs):
+        out, keys = eagle._attend(
+            0, jnp.asarray(qkv), None, keys, config=config, shape=(batch, seq)
+        )
+        out = np.asarray(out).reshape(*shape[:1], groups, config.head_dim, batch, seq)
+        split = inputs.reshape(steps, *shape[:3], batch, seq)
+        for kv, head, b, place in np.ndindex(shape[0], groups, batch, seq):
+            if place < step:
+                continue
+            ages = range(place + 1)
+            # The key of `age` tokens ago: by a draft if it is one of the last `step`.
+            source = [(max(step - age, 0), place - age) for age in ages]
+            k, v = (
+                np.stack([split[s, kv, groups + i, :, b, p] for s, p in source])
+                for i in (0, 1)
+            )
+            scores = k @ split[step, kv, head, :, b, place] * config.score_scale
+            weights = np.exp(scores - scores.max())
+            expected = weights @ v / weights.sum()
+            np.testing.assert_allclose(
+                out[kv, head, :, b, place], expected, rtol=1e-4, atol=1e-5
+            )
 
 
 def test_a_tree_grows_as_the_best_fixed_one_does() -> None:

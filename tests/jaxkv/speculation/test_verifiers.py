@@ -570,6 +570,18 @@ def test_shared_noise_gives_the_token_of_plain_decoding(greedy: bool) -> None:
     np.testing.assert_array_equal(ruling.accept, [[0, 1, 0]] * len(COMPANY))
 
 
+def test_typical_has_two_bounds() -> None:
+    """A sharp law has the fixed bound, a flat one that of its entropy."""
+    laws = np.array([[0.95, 0.03, 0.02], [0.4, 0.35, 0.25]], np.float32)
+    entropy = -(laws * np.log(laws)).sum(1)
+    assert 0.5 * np.exp(-entropy[0]) > 0.3 > 0.25 > 0.5 * np.exp(-entropy[1])
+    children = jnp.tile(jnp.arange(3, dtype=jnp.int32), (2, 1))
+    accept = Typical(epsilon=0.3, delta=0.5).rule(jnp.asarray(laws), children)
+    assert accept.tolist() == [[1, 0, 0], [1, 1, 1]]
+    accept = Typical(epsilon=0.025, delta=0.5).rule(jnp.asarray(laws), children)
+    assert accept.tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
 @pytest.mark.thorough
 def test_typical_equals_numpy() -> None:
     rows = company(vocab=50, width=20)

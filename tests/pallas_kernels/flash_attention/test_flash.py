@@ -39,6 +39,14 @@ def test_outputs_and_gradients_equal_plain_softmax(case) -> None:
     check_case(case)
 
 
+def test_the_last_tiles_may_be_partial() -> None:
+    arrays = draw(20, 37, 2, 1, 8, "float32")
+    expected = in_float64(partial(bench.attention, causal=False), *arrays)
+    outputs = jax.jit(partial(flash_attention, causal=False, tile=16))(*arrays)
+    for output, wanted in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(output, wanted, atol=3e-6, rtol=1e-5)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("value_width", [5, 20])
 def test_values_of_another_width(value_width: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from jaxkv import memory
 from jaxkv.memory import DEFAULT_LAYOUT, NO_PAGE, Pages, Rows
+from pallas_kernels.page_ops import write_rows
 from pallas_kernels.page_ops.copy import copy_pages
 from tests.support.trees import ints
 
@@ -69,6 +70,13 @@ def test_an_implementation_that_cannot_serve_is_refused() -> None:
     copy = inspect.unwrap(copy_pages)
     with pytest.raises(ValueError, match="implementation='triton' must be None, 'ref"):
         copy(*arrays, implementation="triton")
+
+
+def test_a_single_row_is_written_to_its_place_only() -> None:
+    pages = numbered(NUM_PAGES, 2, 4, 5)
+    new = -numbered(1, 2, 5)
+    after, _ = write_rows(pages, ints(3), ints(2), new)
+    np.testing.assert_array_equal(after, pages.at[3, :, 2].set(new[0]))
 
 
 def make_pages(num_layers: int = 3, page_size: int = 4) -> Pages:

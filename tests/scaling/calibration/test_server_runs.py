@@ -120,6 +120,18 @@ def test_another_policy_is_simulated() -> None:
         assert run.latencies().first_token_s.max() < 0.021
 
 
+def test_delays_of_a_request_are_added() -> None:
+    load = load_at(20.0, 90)
+    values = dict(ingest_s=0.5, first_token_s=0.25, stream_s=2.0)
+    arrays = {name: np.full(1, x, np.float32) for name, x in values.items()}
+    draws = constant_steps()
+    prompt, late = (
+        simulate_server(SETUP, [load], x)[0] for x in (draws, draws._replace(**arrays))
+    )
+    np.testing.assert_allclose(late.first_s - prompt.first_s, 0.75, atol=1e-6)
+    np.testing.assert_allclose(late.finish_s - prompt.finish_s, 2.5, atol=1e-6)
+
+
 class ShortestPrompt(NamedTuple):
     """Admits the shortest prompt first."""
 

@@ -138,6 +138,16 @@ def test_each_epoch_reads_every_window_once_in_a_new_order() -> None:
     assert draw(num_tokens, 0, seed=1, **sizes)[:, 0].tolist() != epochs[0][:5]
 
 
+def test_aligned_windows_begin_at_records() -> None:
+    stream = jnp.arange(15 * 8, dtype=jnp.uint16)
+    sizes = dict(batch_size=15, seq_len=8)
+    for seed in range(3):
+        windows = corpora.draw_windows(
+            stream, jnp.int32(seed), jnp.int32(0), **sizes, aligned=True
+        )
+        assert sorted(windows[:, 0].tolist()) == list(range(0, 15 * 8, 8))
+
+
 @pytest.mark.thorough
 def test_a_step_depends_only_on_seed_and_step() -> None:
     stream = jnp.arange(1000, dtype=jnp.uint16)

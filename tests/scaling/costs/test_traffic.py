@@ -31,6 +31,15 @@ NORMS = 2 * 7 / 8 * (2 * 32 + 1) * 4096 * 2
 """Gradients of norms on parts of the sequence."""
 
 
+LATENT = 7 / 8 * 61 * 4096 * 7168 * 2
+"""A reduce-scatter of each of 61 layers."""
+LATENTS = 2 * 7 / 8 * 61 * 4096 * (1536 + 512 + 64) * 2
+"""An all-reduce of the latents of queries, of keys and values, and of positions."""
+
+SHARES = 2 * 7 / 8 * 58 * 4096 * 8 * 4
+"""An all-reduce of the gradients of the shares of 8 experts, in 58 layers."""
+
+
 def with_kv_heads(num: int) -> Any:
     attention = dataclasses.replace(ONE_LAYER.attention, num_kv_heads=num)
     return dataclasses.replace(ONE_LAYER, attention=attention)
@@ -45,6 +54,8 @@ def with_kv_heads(num: int) -> Any:
         ("tensor", "tp=8,sp", LLAMA, 3_758_096_384, 3_758_096_384),
         ("sequence", "tp=8,sp", LLAMA, 0, 32 * 2 * 7 / 8 * BLOCK + NORMS),
         ("tensor", "tp=1", LLAMA, 0, 0),
+        # Latent attention: two all-reduces per layer, and one of latents' gradients.
+        ("tensor", "tp=8", DEEPSEEK, 4 * LATENT, 2 * LATENT + LATENTS + SHARES),
         # Embeddings and the loss of a divided vocabulary are summed.
         ("vocabulary", "tp=8", LLAMA, 2 * 7 / 8 * BLOCK + LOSS, 2 * 7 / 8 * BLOCK),
         # One activation per boundary; without sequence parallelism the parts are

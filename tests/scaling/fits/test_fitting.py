@@ -236,6 +236,16 @@ def test_a_file_keeps_some_of_very_many_residuals(result: fitting.FitResult) -> 
     assert stored_fit.num_points == result.num_points
 
 
+def test_a_weight_of_zero_is_allowed() -> None:
+    weights = np.arange(30.0) % 3
+    observations = make_observations(CHINCHILLA, spoilt(), weights)
+    np.testing.assert_array_equal(observations.weights, weights)
+    for wrong in (-1.0, np.nan):
+        weights[3] = wrong
+        with pytest.raises(ValueError, match="weights must be finite, at least 0"):
+            make_observations(CHINCHILLA, spoilt(), weights)
+
+
 @pytest.mark.thorough
 def test_weights_are_repetitions(runs: dict) -> None:
     subset = {name: column[:60] for name, column in runs.items()}

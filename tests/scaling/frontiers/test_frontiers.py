@@ -143,6 +143,11 @@ def test_groups_without_a_minimum_are_refused() -> None:
     bent = find_run_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y)
     estimate = frontier(bent, isoflop.by_parabola(bent))
     assert estimate.minima.reason.tolist() == [[DOWNWARD]]
+    # Its highest point may be outside the sizes.
+    y = np.array([5.0, 4.95, 4.6, 3.0, 3.1])
+    bent = find_run_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y)
+    estimate = frontier(bent, isoflop.by_parabola(bent))
+    assert estimate.minima.reason.tolist() == [[DOWNWARD]]
     y = np.array([3.0, 2.95, 2.96, 3.0, 3.3])
     steep = find_run_groups(10**x, 1e20 / 6 / 10**x, np.full(5, 1e20), y - 0.2 * x)
     assert frontier(steep, isoflop.by_parabola(steep)).num_params is None

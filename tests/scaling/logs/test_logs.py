@@ -338,6 +338,11 @@ def test_rows_with_equal_numbers_are_reported(tmp_path: Path) -> None:
     text = "N,D,loss,seed\n1,2,3,0\n1,2,3,1\n1,2,4,2\n"
     log = read_log(write(tmp_path, text))
     assert "equal numbers in rows 1 and 2: one run twice?" in log.notes
+    for num, rest in ((3, ""), (5, " and 2 more")):
+        text = "N,D,loss,seed\n" + "".join(f"1,2,3,{i}\n" for i in range(num + 1))
+        log = read_log(write(tmp_path, text))
+        rows = "1 and 2; 1 and 3; 1 and 4"
+        assert f"equal numbers in rows {rows}{rest}: one run twice?" in log.notes
 
 
 def test_a_law_may_read_other_columns(tmp_path: Path) -> None:

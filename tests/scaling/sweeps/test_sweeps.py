@@ -299,6 +299,7 @@ def test_budgets_become_steps(config) -> None:
         ({"learning_rates": (2.0, 1.0)}, "must be ascending"),
         ({"min_steps": 10**6}, "min_steps=1000000 is more than the 40 steps"),
         ({"tokens_per_param": (1e5, 2e5)}, "no run is left: .*tokens_per_param="),
+        ({"tokens_per_param": (20.0, 20.0)}, "must rise from 0 or more"),
         ({"seq_len": 17}, r"seq_len=17 must be at most model.max_positions=16"),
         ({"batch_size": 1000}, "batch_size=1000 windows of .*=16 tokens is more than"),
         ({"seeds": (1, 1)}, "different"),
