@@ -217,7 +217,7 @@ def test_policy_reads_a_new_request_attribute(tmp_path: Path) -> None:
     shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
     table = copy / "scheduling/attributes.py"
     text = table.read_text(encoding="utf-8")
-    end_of_fields = "\n\n\nBOUNDS: Any"
+    end_of_fields = "\n\n\nATTRIBUTE_RANGES: Any"
     end_of_bounds = '\n)\n"""Smallest and'
     assert text.count(end_of_fields) == text.count(end_of_bounds) == 1
     text = text.replace(end_of_fields, f"\n    tenant: Values = 0{end_of_fields}")

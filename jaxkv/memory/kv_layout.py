@@ -265,7 +265,7 @@ class KVLayout:
             state = merge(state, page_parts.CONTEXT)
         return state.out
 
-    def specs(self, pages: Pages, *, heads: str) -> PyTree[PartitionSpec]:
+    def specs(self, pages: Pages, *, heads: str) -> PyTree[PartitionSpec | Array]:
         """Returns the partitioning of `k` and `v` over a mesh, as `PartitionSpec`s.
 
         KV heads are divided over the mesh axis `heads`, unless all query heads share

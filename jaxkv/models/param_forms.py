@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from jaxkv import validation
@@ -31,7 +32,9 @@ def layer_kinds(config: ModelConfig) -> list[range]:
 
 
 @validation.checks_numbers(index=0)
-def index_leaves(tree: PyTree[Array], index: int) -> PyTree[Array]:
+def index_leaves(
+    tree: PyTree[Array | np.ndarray], index: int
+) -> PyTree[Array | np.ndarray]:
     """Returns entry `index` of the leading axis of every array."""
     return jax.tree.map(lambda x: x[index], tree)
 

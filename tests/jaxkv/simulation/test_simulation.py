@@ -280,7 +280,7 @@ BUGS = {
     ),
     "finished requests are not counted": Bug(
         simulation_step,
-        "_step",
+        "_retire",
         "state.num_done + jnp.sum(over, dtype=jnp.int32)",
         "state.num_done",
         test_requests_that_can_never_fit_are_rejected,
@@ -302,7 +302,7 @@ BUGS = {
     ),
     "an idle machine waits step by step": Bug(
         simulation_step,
-        "_step",
+        "_advance_clock",
         "jnp.where(idle, latest(clock, arrival), clock)",
         "clock",
         test_idle_time_is_skipped_and_the_clock_stays_exact_for_days,
