@@ -324,3 +324,11 @@ def test_a_seeded_bug_of_a_streams_score_is_detected(
 ) -> None:
     bug = Bug(owner, name, removed, added, test_score_of_a_stream)
     mutation.assert_noticed(monkeypatch, bug)
+
+
+def test_aligned_windows_begin_at_records() -> None:
+    stream = jnp.arange(12 * 8, dtype=jnp.uint16)
+    windows = corpora.draw_windows(
+        stream, jnp.int32(0), jnp.int32(0), batch_size=12, seq_len=8, aligned=True
+    )
+    assert sorted(windows[:, 0].tolist()) == list(range(0, 12 * 8, 8))
