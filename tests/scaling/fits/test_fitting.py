@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from scaling import fits, laws
+from scaling.fits import result
 from scaling.fits import (
     choose_pair,
     fitting,
@@ -674,3 +675,9 @@ def test_coefficients_at_walls_share_a_line() -> None:
         "alpha=0.5, beta=0.5 are at the bound that was set: the data asks for another "
         "value"
     )
+
+
+def test_selected_rows_span_all_rows() -> None:
+    rows = np.arange(9)
+    assert result._select_rows(rows, 9).tolist() == rows.tolist()
+    assert result._select_rows(rows, 3).tolist() == [0, 4, 8]

@@ -432,3 +432,12 @@ def test_a_recorded_loss_is_at_the_mean_of_its_steps() -> None:
     (curve,) = lanes.curves
     assert len(curve) > 2
     assert all(place == loss for place, loss in curve)
+
+
+def test_curves_of_runs_without_a_record_are_removed(tmp_path) -> None:
+    SweepFolder(tmp_path).close()
+    (tmp_path / "runs.jsonl").write_text('{"run_id": "a"}\n')
+    row = '{"run_id": "a", "step": 1.0}\n'
+    (tmp_path / "curves.jsonl").write_text(row + row.replace('"a"', '"b"'))
+    SweepFolder(tmp_path).close()
+    assert (tmp_path / "curves.jsonl").read_text() == row
