@@ -7,7 +7,9 @@ from typing import Annotated
 
 import numpy as np
 import pytest
+from jaxtyping import Float
 
+from jaxkv import validation
 from jaxkv.engine import EngineConfig
 from jaxkv.validation import (
     Ascending,
@@ -102,3 +104,22 @@ def test_token_ids_are_integers() -> None:
     for wrong in (np.array([1.0]), np.array([[1]]), [1.0], [True], "1", 1):
         with pytest.raises(ValueError, match="must be a sequence of token ids"):
             token_sequence("ids", wrong)
+
+
+def test_token_ids_end_below_the_vocabulary() -> None:
+    assert validation.token_ids("prompt", [0, 6], vocab_size=7).tolist() == [0, 6]
+    for token in (-1, 7):
+        line = f"prompt: token id {token} must be in [0, 7)"
+        with pytest.raises(ValueError, match=re.escape(line)):
+            validation.token_ids("prompt", [0, token], vocab_size=7)
+
+
+def test_each_entry_of_an_array_is_checked() -> None:
+    @validation.checks_numbers(share="[0, 1]")
+    def keep(share: float | Float[np.ndarray, " n"]) -> None:
+        pass
+
+    keep(np.array([0.0, 1.0]))
+    for wrong in ([0.5, 1.5], [-0.5, 0.5], [0.5, math.nan]):
+        with pytest.raises(ValueError, match="share="):
+            keep(np.array(wrong))

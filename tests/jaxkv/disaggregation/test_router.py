@@ -180,6 +180,13 @@ async def test_retries_end_in_one_clear_error() -> None:
 
 
 @runs
+async def test_one_attempt_is_made_without_a_retry() -> None:
+    config = dataclasses.replace(QUICK, max_attempts=1)
+    async with routing(DECODE, config=config) as (router, _):
+        assert (await router.answer(PROMPT, ASK)).num_attempts == 1
+
+
+@runs
 async def test_without_a_worker_that_can_start_requests_fail_at_once() -> None:
     def prepare(worker: ScriptedWorker) -> None:
         if ".1" in worker.name:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import subprocess
+import types
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxkv.models import (
     is_selection_bias,
     load_model,
     param_shapes,
+    rotary,
     save_model,
 )
 from jaxkv.models.config import LatentConfig, RopeScaling
@@ -600,3 +602,13 @@ def test_engine_continues_as_transformers(name: str, page_size: int) -> None:
     assert run.info.num_preempted.sum() > 0
     num_cached = sum(outcome.num_cached for outcome in run.outcomes.values())
     assert num_cached > 0 or page_size > len(prompt)
+
+
+def test_bounds_of_yarn_are_those_of_the_published_model() -> None:
+    # 64 dimensions, base 10,000, 4,096 positions: pairs 10 and 23.
+    config: Any = types.SimpleNamespace(rope_theta=10_000.0)
+    scaling = RopeScaling(
+        kind="yarn", high_frequency_factor=32.0, original_max_positions=4096
+    )
+    ramp = rotary._yarn_ramp(config, scaling, 64)
+    np.testing.assert_allclose(ramp, np.clip((23 - np.arange(32)) / 13, 0, 1))

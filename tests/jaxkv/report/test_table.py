@@ -7,7 +7,7 @@ import pytest
 from jaxtyping import Float
 
 from jaxkv import report
-from jaxkv.report import run_folder, to_rows
+from jaxkv.report import run_folder, to_rows, units
 from jaxkv.report.parts import Sheet
 from jaxkv.report.tables import (
     Bools,
@@ -132,3 +132,8 @@ def test_nested_arrays_can_keep_names_of_older_folders(tmp_path) -> None:
     np.savez(tmp_path / "result.npz", **arrays)
     again = run_folder._load_arrays(tmp_path / "result.npz", Bare)
     assert (again.tail.p95_s, again.best.p95_s) == (0.5, 0.25)
+
+
+def test_a_rate_has_three_digits() -> None:
+    texts = [units.format_rate(x) for x in (1.234, 12.34, 99.94, 123.4, 12_345.6)]
+    assert texts == ["1.23", "12.3", "99.9", "123", "12,346"]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -258,3 +259,17 @@ BUGS = {
 def test_a_seeded_bug_is_noticed(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.disable_jit():  # else the right program would be found compiled
         mutation.assert_noticed(monkeypatch, bug)
+
+
+def test_the_last_two_tokens_of_a_prompt_stall_decodes() -> None:
+    c = counts([(6, 4, 2), (5, 4, 2)], free_pages=4)
+    policy = scheduling.chunked_prefill(first=True)
+    assert plan_of(c, policy).num_rows.tolist()[:2] == [2, 0]
+
+
+@pytest.mark.parametrize(("free_pages", "drafts"), [(2, 4), (1, 0)])
+def test_drafts_may_take_the_last_free_page(free_pages: int, drafts: int) -> None:
+    c = counts([(5, 4, 1)], free_pages=free_pages)
+    wanted = jnp.array([4, 0, 0, 0], jnp.int32)
+    rows = interface._grant_drafts(c, plan_of(c, fcfs()), wanted)
+    assert rows.tolist() == [drafts, 0, 0, 0]

@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
 
 from jaxkv.disaggregation import RequestCancelledError
 from jaxkv.scheduling import RequestAttributes, attributes
-from jaxkv.server import http_server, openai_requests
+from jaxkv.server import app, http_server, openai_requests
 from jaxkv.text import Tokenizer
 from tests.support import folders, http_serving
 from tests.support.http_serving import Scripted, Serving
@@ -734,3 +735,12 @@ def test_the_openai_client(served: Serving) -> None:
         fails = client.completions.create(model=model.id, prompt="fail", stream=True)
         with pytest.raises(openai.APIError, match="the backend is broken"):
             list(fails)
+
+
+def test_a_batch_may_be_as_large_as_the_limit() -> None:
+    service: Any = types.SimpleNamespace(
+        is_stopping=False, num_running=0, _max_requests=8
+    )
+    with app.HttpService.admit(service, 8):
+        assert service.num_running == 8
+    assert service.num_running == 0

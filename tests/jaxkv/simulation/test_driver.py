@@ -1,6 +1,7 @@
 """The driver of simulations: sums on the host, warnings and errors."""
 
 import functools
+import types
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +16,18 @@ from jaxkv.simulation import (
     SimulationMember,
     SimulationResult,
     Work,
+    disaggregated,
     read_outcomes,
     simulate_workload,
 )
 from jaxkv.simulation.state import Capacity, Simulation
-from jaxkv.workloads import Workload, gaps_between_tokens, make_workload, md1_waiting_s
+from jaxkv.workloads import (
+    Workload,
+    gaps_between_tokens,
+    lengths,
+    make_workload,
+    md1_waiting_s,
+)
 from scaling.costs import linear_cost
 from tests.support import simulations
 
@@ -295,3 +303,15 @@ def test_bounds_are_checked_and_have_defaults() -> None:
             Capacity.of(**{"num_pages": 22, name: minimum - 1})
     with pytest.raises(ValueError, match="page_size=True must be a whole number"):
         Capacity.of(num_pages=22, page_size=True)
+
+
+def test_pages_are_sent_by_as_many_gpus_as_the_smaller_replica_has() -> None:
+    prefill = types.SimpleNamespace(num_gpus=4, kv_bytes=10.0)
+    decode = types.SimpleNamespace(num_gpus=2)
+    placement: Any = types.SimpleNamespace(
+        prefill=prefill, decode=decode, num_prefill=1, link=5.0
+    )
+    tokens = lengths.Lengths(np.array([3, 6]), np.array([1, 1]))
+    load = disaggregated.RequestLoad(np.zeros(2), tokens)
+    times = disaggregated.transfer_times(placement, load, np.array([0.0, 1.0]))
+    assert times.tolist() == [3.0, 8.0]

@@ -116,3 +116,7 @@ def test_models_that_cannot_be_searched_are_refused() -> None:
     stacked = stack_layers(THREE, params)
     with pytest.raises(ValueError, match="layers that are not stacked"):
         layer_search.search_layers(stacked, tokens, config=THREE)
+
+
+def test_of_equal_gains_the_fewest_drafts_are_chosen() -> None:
+    assert layer_search.speed_of(0.0, 0.0, 4) == (1.0, 1)

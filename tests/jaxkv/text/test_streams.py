@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxkv.text import ByteTokenizer
+from jaxkv.text import ByteTokenizer, streams
 from jaxkv.text.streams import TextStream
 from tests.support.tokenizers import (
     DECODERS,
@@ -167,3 +167,10 @@ def test_time_is_linear_in_tokens(decoder: str, texts: list[str]) -> None:
 
     # Ten times the tokens take ten times the time, not a hundred times.
     assert seconds(6_000) < 40 * seconds(600)
+
+
+def test_a_pattern_over_several_pieces_is_replaced() -> None:
+    for text in ("xabcy", "aababcc", "ababab"):
+        stage = streams._ReplaceStage("abc", "-")
+        pieces = [piece for letter in text for piece in stage.push(letter)]
+        assert "".join([*pieces, *stage.held(True)]) == text.replace("abc", "-")

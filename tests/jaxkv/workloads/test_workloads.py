@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv import clock
-from jaxkv.scheduling import NO_LIMIT
+from jaxkv.scheduling import NO_LIMIT, RequestAttributes
 from jaxkv.text import ByteTokenizer
 from jaxkv.workloads import arrivals, lengths, recordings, sharegpt
 from jaxkv.workloads.lengths import (
@@ -433,3 +433,11 @@ def test_mooncakes_trace_can_be_found_in_a_cache_to_64_percent() -> None:
     assert num_chunks == 121_877
     known_share = recordings.num_known_chunks(recording).sum() / num_chunks
     assert known_share == pytest.approx(0.640, abs=0.0005)
+
+
+def test_attributes_may_have_the_ends_of_their_range() -> None:
+    for priority in (-1000, 1000):
+        attributes = RequestAttributes(priority=priority)
+        row = np.array([1])
+        workload = arrivals.make_workload(row * 0.0, row, row, attributes=attributes)
+        assert workload.attributes is not None

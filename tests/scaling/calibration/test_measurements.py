@@ -95,6 +95,7 @@ def test_repeated_stages_are_refused(tmp_path: Path) -> None:
         ),
         ({"duration_s": "60000"}, "rate_per_s * duration_s is 1.5e+05 requests"),
         ({"rate_per_s": "150"}, "rate_per_s * duration_s is 9,000 requests"),
+        ({"rate_per_s": "0.85"}, "rate_per_s * duration_s is 51 requests"),
         (
             {"duration_s": "0.6", "rate_per_s": "250", "failures": "0"},
             "e2e_s_mean=0.9 exceeds duration_s=0.6 without failures",

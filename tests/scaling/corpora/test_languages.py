@@ -221,3 +221,14 @@ def test_a_chain_with_two_ends_has_no_entropy_of_its_own() -> None:
     apart = markov.make_chain(2, 1, np.array([[0], [1]]), np.ones((2, 1)))
     with pytest.raises(ValueError, match="depends on its start"):
         markov.stationary_distribution(apart)
+
+
+def test_code_lengths_of_a_hidden_chain_add_up_to_that_of_the_stream() -> None:
+    hidden = language._hidden(TINY["hidden_markov"])
+    stream = np.array([0, 2, 1, 1, 0])
+    lengths = hidden_markov.hidden_code_lengths(hidden, stream)
+    for num in range(1, len(stream) + 1):
+        joint = hidden.share
+        for token in stream[:num]:
+            joint = (joint * hidden.writes[:, token]) @ hidden.moves
+        np.testing.assert_allclose(lengths[:num].sum(), -np.log(joint.sum()))

@@ -1,12 +1,19 @@
 """Approaches 1 and 2: exact on exact data, with warnings and refusals otherwise."""
 
+import types
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from scipy.interpolate import Akima1DInterpolator
 
-from scaling.frontiers import akima, bootstrap_frontier, envelope, isoflop, vertex_shift
+from scaling.frontiers import (
+    akima,
+    bootstrap_frontier,
+    envelope,
+    isoflop,
+    vertex_shift,
+)
 from scaling.frontiers.frontier import (
     DEEP,
     DOWNWARD,
@@ -15,6 +22,7 @@ from scaling.frontiers.frontier import (
     OUTSIDE,
     Find,
     Frontier,
+    are_contradictory,
     compare_exponents,
     disagreement_warning,
 )
@@ -406,3 +414,20 @@ def test_the_envelope_of_curves_follows_the_optimum() -> None:
     assert errors[1] < 0.6 * errors[0]
     with pytest.raises(ValueError, match="no run has a curve"):
         envelope.interpolate_curves(np.arange(3), n[:3], d[:3], d[:3], loss[:3])
+
+
+@pytest.mark.parametrize(
+    ("num", "difference", "expected"),
+    [(20, 0.1, True), (19, 0.1, False), (20, 0.04, False), (19, 0.3, True)],
+)
+def test_a_contradiction_needs_twenty_resamples(
+    num: int, difference: float, expected: bool
+) -> None:
+    exponents = 0.5 + 1e-3 * np.arange(num)
+    first, second = (
+        types.SimpleNamespace(
+            num_params=types.SimpleNamespace(exponent=exponent), exponents=resamples
+        )
+        for exponent, resamples in ((0.5, exponents), (0.5 + difference, 0 * exponents))
+    )
+    assert are_contradictory(first, second) == expected  # ty: ignore[invalid-argument-type]

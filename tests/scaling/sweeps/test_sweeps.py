@@ -421,3 +421,24 @@ def test_the_best_rate_of_each_cell_wins() -> None:
         row("c", 4.0, 7, 1.0),
     ]
     assert best_rates.find_winners(rows) == [1, 2, 4, 5]
+
+
+def test_a_recorded_loss_is_at_the_mean_of_its_steps() -> None:
+    def call(state: Any, schedule: Any, num_steps: Any) -> tuple[Any, Any]:
+        steps = state + np.arange(1, int(num_steps) + 1)  # a loss equals its step
+        return state + int(num_steps), types.SimpleNamespace(loss=steps.mean())
+
+    lanes = branching.BatchedRuns(0, 0, np.ones(1, bool), ((),), 0.0)  # ty: ignore[invalid-argument-type]
+    lanes, _ = branching._go(call, lanes, None, 100)  # ty: ignore[invalid-argument-type]
+    (curve,) = lanes.curves
+    assert len(curve) > 2
+    assert all(place == loss for place, loss in curve)
+
+
+def test_curves_of_runs_without_a_record_are_removed(tmp_path) -> None:
+    SweepFolder(tmp_path).close()
+    (tmp_path / "runs.jsonl").write_text('{"run_id": "a"}\n')
+    row = '{"run_id": "a", "step": 1.0}\n'
+    (tmp_path / "curves.jsonl").write_text(row + row.replace('"a"', '"b"'))
+    SweepFolder(tmp_path).close()
+    assert (tmp_path / "curves.jsonl").read_text() == row

@@ -191,3 +191,16 @@ def test_invalid_recipes_are_refused(depth: int, decay: float) -> None:
     run = TrainConfig(model=SMALL, seq_len=24)
     with pytest.raises(ValueError, match="must be"):
         drafting_heads.HeadRecipe(run=run, depth=depth, decay=decay)
+
+
+def test_steps_are_scaled_by_the_learning_rate(tmp_path: Path) -> None:
+    heads = dataclasses.replace(HEADS["medusa"], target=LEARNT)
+    how = recipe(texts.write_functions(tmp_path / "text"), 4)
+    target = init_params(LEARNT, jax.random.key(1))
+    head_run = drafting_heads.train_heads(
+        how, heads, target, open_corpus(how.run.corpus)
+    )
+    before = heads.init_params(jax.random.key(how.run.seed))
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(head_run.params), strict=True)
+    moved = max(np.abs(new - old).max() for old, new in pairs)
+    assert 0 < moved < 4 * 2 * how.run.learning_rate
