@@ -194,8 +194,8 @@ def drafted(run: Run) -> tuple[int, int]:
     return int(num_drafts.sum()), int(accepted.sum())
 
 
-def marked(*case: str) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow, id=", ".join(case))
+def marked(*case: str, mark: Any = pytest.mark.slow) -> Any:
+    return pytest.param(*case, marks=mark, id=", ".join(case))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def marked(*case: str) -> Any:
         marked("n-gram", "cached", "shared prefix"),
         marked("tree", "cached", "shared prefix"),
         marked("tree", "swapping", "groups"),
-        marked("tree", "tight", "singles"),
+        marked("tree", "tight", "singles", mark=pytest.mark.thorough),
         marked("medusa", "tight", "singles"),
         marked("medusa", "swapping", "groups"),
         marked("medusa tree", "cached", "shared prefix"),
@@ -214,7 +214,7 @@ def marked(*case: str) -> Any:
         marked("eagle tree", "swapping", "groups"),
         marked("eagle tree", "tight", "singles"),
         marked("mtp", "cached", "shared prefix"),
-        marked("mtp", "swapping", "groups"),
+        marked("mtp", "swapping", "groups", mark=pytest.mark.thorough),
         marked("mtp", "tight", "singles"),
         marked("mtp tree", "swapping", "groups"),
         marked("mtp of two, tree", "cached", "shared prefix"),
@@ -227,7 +227,7 @@ def marked(*case: str) -> Any:
         marked("early exit", "swapping", "groups"),
         marked("draft model", "swapping", "groups"),
         marked("early exit", "cached", "shared prefix"),
-        marked("n-gram", "tight", "singles"),
+        ("n-gram", "tight", "singles"),
         marked("jacobi", "tight", "singles"),
         marked("jacobi", "cached", "shared prefix"),
     ],
