@@ -5,6 +5,7 @@ import gzip
 import io
 import lzma
 import os
+import select
 import stat
 import zlib
 from collections.abc import Callable
@@ -22,6 +23,8 @@ _UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError)
 """Errors of damaged compressed data."""
 _ZSTD = b"\x28\xb5\x2f\xfd"
+_WRITER_WAIT_S = 5.0
+"""Wait for the first bytes of a pipe; after it, a pipe without a writer is empty."""
 
 
 def read_decompressed(path: Path, max_bytes: int) -> bytes:
@@ -42,6 +45,11 @@ def read_decompressed(path: Path, max_bytes: int) -> bytes:
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
             kind = "a folder" if stat.S_ISDIR(mode) else "a device"
             raise ValueError(f"it is {kind}, not a file")
+        if stat.S_ISFIFO(mode):
+            # A read before the writer has opened the pipe would find it empty.
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            poller.poll(1000 * _WRITER_WAIT_S)
         os.set_blocking(descriptor, True)
         data = file.read(max_bytes + 1)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxkv.files import decompression
 from scaling.logs import files, find_doubts, rules
 from scaling.logs.log import LogColumns, read_log
 from tests.support import traces
@@ -162,6 +163,7 @@ def test_only_files_of_a_size_are_read(
         with pytest.raises(ValueError, match="it is a device, not a file"):
             read_log(Path(name))
     os.mkfifo(tmp_path / "pipe")  # without a writer
+    monkeypatch.setattr(decompression, "_WRITER_WAIT_S", 0.01)
     with pytest.raises(ValueError, match="pipe: holds no runs"):
         read_log(tmp_path / "pipe")
     monkeypatch.setattr(files, "MAX_FILE_BYTES", 2**20)
