@@ -14,7 +14,8 @@ import time
 import tomllib
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.support.folders import ROOT
+
 _TESTS_FAILED = 1
 _LIMIT_S = 300
 

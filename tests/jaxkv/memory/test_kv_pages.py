@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxkv import memory
 from jaxkv.memory import kv_pages
 from jaxkv.memory.kv_layout import DEFAULT_LAYOUT
 from jaxkv.memory.kv_pages import Pages, Rows
+from jaxkv.memory.page_parts import CONTEXT
 from jaxkv.memory.page_pool import NO_PAGE
-from tests.support.trees import ints
+from tests.support.trees import assert_same, ints
 
 LAYERS = 3
 NUM_PAGES = 20
@@ -156,3 +158,22 @@ def test_rows_without_slots_must_be_a_multiple() -> None:
         ValueError, match="num_rows=2 must be a multiple of num_slots=3"
     ):
         kv_pages.locate(rows, page_size=4)
+
+
+def test_tokens_move_between_devices_that_divide_a_page() -> None:
+    """Page 0 is a page as any other, and tokens may come from another device."""
+    pages = make_pages(4)
+    page_ids = ints(0, 2, 3, NO_PAGE).reshape(2, 2)
+    source = ints(0, 3, 6, 1, 2, -1).reshape(2, 3)
+    target = ints(2, 1, 5, 0, 3, -1).reshape(2, 3)
+    part = PartitionSpec(None, None, None, CONTEXT)
+    full = PartitionSpec()
+    divided = jax.shard_map(
+        memory.move_tokens,
+        mesh=jax.make_mesh((2,), (CONTEXT,), axis_types=(AxisType.Auto,)),
+        in_specs=(part, full, full, full),
+        out_specs=part,
+        check_vma=False,
+    )
+    places = (page_ids, source, target)
+    assert_same(jax.jit(divided)(pages, *places), memory.move_tokens(pages, *places))

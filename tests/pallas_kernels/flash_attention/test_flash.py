@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import bench
 from pallas_kernels.bench import in_float64
-from pallas_kernels.flash_attention import QUERY_TILE, tiled
+from pallas_kernels.flash_attention import QUERY_TILE
 from pallas_kernels.flash_attention.tiled import flash_attention
 from tests.support.flash_cases import draw, total
 
@@ -125,10 +125,3 @@ def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"must be at most k.shape\[1\]=4 if causal"):
         flash_attention(*draw(5, 4, 2, 1, 8, "float32"))
     assert QUERY_TILE == 128
-
-
-def test_padded_keys_are_masked() -> None:
-    sizes = tiled._Sizes(2, 5, False, None, 1.0, rows=4, tile=8)
-    index = jnp.arange(8, dtype=jnp.int32)
-    mask = tiled._visible_pairs(index[:4, None], index[None, :], sizes)
-    assert mask.sum(1).tolist() == [5, 5, 0, 0]

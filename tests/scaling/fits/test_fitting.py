@@ -21,7 +21,7 @@ from scaling.fits import (
     profile_objective,
 )
 from scaling.fits.fitting import Objective, Restrictions
-from scaling.fits.result import HeldOut, _select_rows
+from scaling.fits.result import HeldOut
 from scaling.laws import CONSTANTS, optimal_exponents, synthetic
 from tests.support.refusals import refused
 
@@ -684,9 +684,3 @@ def test_coefficients_at_walls_share_a_line() -> None:
         "alpha=0.5, beta=0.5 are at the bound that was set: the data asks for another "
         "value"
     )
-
-
-def test_selected_rows_span_all_rows() -> None:
-    rows = np.arange(9)
-    assert _select_rows(rows, 9).tolist() == rows.tolist()
-    assert _select_rows(rows, 3).tolist() == [0, 4, 8]
