@@ -20,8 +20,8 @@ def command(capsys: pytest.CaptureFixture[str], *first: str) -> Command:
 
     def call(*args: str) -> tuple[int, str, str]:
         status = main.main([*first, *args])
-        said = capsys.readouterr()
-        return status, said.out, said.err
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
 
     return call
 

@@ -30,13 +30,13 @@ def penalised_slowly(
     result = logits.astype(np.float64)
     for token in range(len(logits)):
         num_seen = list(tokens[:num_tokens]).count(token)
-        said = list(tokens[prompt_length:num_tokens]).count(token)
+        num_repeats = list(tokens[prompt_length:num_tokens]).count(token)
         if num_seen and result[token] > 0:
             result[token] /= request.repetition_penalty
         elif num_seen:
             result[token] *= request.repetition_penalty
-        result[token] -= request.frequency_penalty * said
-        result[token] -= request.presence_penalty * (said > 0)
+        result[token] -= request.frequency_penalty * num_repeats
+        result[token] -= request.presence_penalty * (num_repeats > 0)
     return result
 
 

@@ -78,8 +78,8 @@ def measured(late: int, stuck: int) -> Result:
 
 def test_claims_on_counts() -> None:
     block_result = measured(1, 3)
-    said = smoke.measured_values(from_text.claims(block_result))
-    assert sorted(said.values()) == [0.75, 1, 2, 3]
+    claim_values = smoke.measured_values(from_text.claims(block_result))
+    assert sorted(claim_values.values()) == [0.75, 1, 2, 3]
     judged = from_text.claims(block_result)
     assert [x.verdict for x in judged if x.ours >= 1] == ["fails"] * 3
     assert block_result.blocks.tokens_per_step[0] == pytest.approx(8 / 6.5)

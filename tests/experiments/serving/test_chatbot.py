@@ -26,8 +26,10 @@ def test_prompts_end_with_the_last_tokens_of_the_conversation() -> None:
 
 def share_of_full_prompts(rng: np.random.Generator, goes_on: float, num: int) -> float:
     """Returns the share of full prompts in conversations drawn round by round."""
-    said = SHAREGPT.draw(rng, 8 * num)
-    rounds = zip(said.prompt.tolist(), said.output.tolist(), strict=True)
+    turn_lengths = SHAREGPT.draw(rng, 8 * num)
+    rounds = zip(
+        turn_lengths.prompt.tolist(), turn_lengths.output.tolist(), strict=True
+    )
     full = 0
     for _ in range(num):
         history = 0

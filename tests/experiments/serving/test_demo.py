@@ -91,8 +91,8 @@ def test_the_steps_contain_every_token_of_every_request(
 @pytest.mark.thorough
 def test_the_report_shows_prompts_and_answers() -> None:
     report = (smoke.run("demo").folder / "report.md").read_text()
-    for said in ("Given:", "Written:", "6 of 6 answers are the same under both."):
-        assert said in report
+    for phrase in ("Given:", "Written:", "6 of 6 answers are the same under both."):
+        assert phrase in report
 
 
 @pytest.mark.thorough

@@ -197,8 +197,8 @@ def test_sides_differ_as_their_names_state() -> None:
 def test_verdicts_follow_from_intervals_and_published_claims() -> None:
     more, one = (PUBLISHED_PAIRS[name] for name in ("lstm", "6 layers"))
 
-    def verdict(low: float, high: float, said: Published) -> str:
-        return experiment.published_direction(low, high, said)
+    def verdict(low: float, high: float, published_side: Published) -> str:
+        return experiment.published_direction(low, high, published_side)
 
     assert verdict(1.1, 2.0, more) == "shows"
     assert verdict(0.9, 2.0, more) == "is not decided"

@@ -162,19 +162,19 @@ def test_one_state_branches_into_several_policies(tmp_path: Path) -> None:
         scheduling.fcfs(watermark=4),
         scheduling.static(),
     ]
-    rests = [go_on(state, REPRODUCIBLE, policy) for policy in rules]
+    continuations = [go_on(state, REPRODUCIBLE, policy) for policy in rules]
     assert raw(state) == raw(start)
     plain = engines.plain(asks(), REPRODUCIBLE)
-    for continuation in rests:
+    for continuation in continuations:
         engines.assert_empty(continuation.state)
-        assert continuation.tokens == rests[0].tokens
+        assert continuation.tokens == continuations[0].tokens
         assert all(
             plain[name][0] == tokens for name, tokens in continuation.tokens.items()
         )
     # The schedules differed.
     ways = {
         b"".join(info.num_rows.tobytes() for info in continuation.infos)
-        for continuation in rests
+        for continuation in continuations
     }
     assert len(ways) > 2
 

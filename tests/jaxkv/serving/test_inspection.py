@@ -91,8 +91,12 @@ def test_page_tables_belong_to_the_events_so_far(engine: jaxkv.Engine) -> None:
         for slot in table.slots:
             # A sampled token is written when it is fed, in the next step; an event of
             # the same call may not be delivered yet.
-            told = token_counts[slot.request_id]
-            assert told - 1 <= slot.num_tokens <= told + engine.config.steps_per_call
+            token_count = token_counts[slot.request_id]
+            assert (
+                token_count - 1
+                <= slot.num_tokens
+                <= token_count + engine.config.steps_per_call
+            )
             assert len(slot.page_ids) >= -(-slot.num_tokens // 4)
             if slot.request_id not in ended:
                 assert slot.request_id in token_counts
@@ -109,8 +113,8 @@ def test_a_page_table_is_that_of_the_calls_read(engine: jaxkv.Engine) -> None:
         if event.tokens:
             [slot] = engine.page_table().slots or [None]
             shown.append((len(event.tokens), slot and slot.num_tokens))
-    told, lengths = zip(*shown, strict=True)
-    expected = [5 + sum(told[: i + 1]) for i in range(len(told))]
+    token_counts, lengths = zip(*shown, strict=True)
+    expected = [5 + sum(token_counts[: i + 1]) for i in range(len(token_counts))]
     assert [x for x in lengths if x is not None] == expected[: len(expected) - 1]
     assert lengths[-1] is None  # it has ended, and its pages are free
 

@@ -278,14 +278,14 @@ def test_a_call_without_drafts_traces_the_plain_steps() -> None:
 
     config = dataclasses.replace(engine_programs.CONFIG, max_drafts=2)
     speculation = Speculation(Adaptive(Jacobi()), SharedNoiseVerifier())
-    rests, drafts = (
+    other_counts, drafts = (
         traced(may, config=config, speculation=speculation) for may in (False, True)
     )
     plain = traced(True)
-    for counts in (plain, rests):  # the state has more leaves, in the same order
+    for counts in (plain, other_counts):  # the state has more leaves, in the same order
         del counts["optimization_barrier"]
-    assert rests == plain
-    assert drafts.total() > 1.2 * rests.total()
+    assert other_counts == plain
+    assert drafts.total() > 1.2 * other_counts.total()
 
 
 def engine_of(drafter: Any, **changes: Any) -> jaxkv.Engine:

@@ -18,7 +18,7 @@ SEQUENCES = 3
 NO_SEQUENCE = -1
 
 
-def says(context: list[int]) -> int:
+def next_token(context: list[int]) -> int:
     """A model whose token depends on the position, the last token, and older ones."""
     old = sum(context[:-2]) % 5 == 0
     return (5 * len(context) + 3 * (context[-1] % 4 == 0) + 7 * old) % 23
@@ -29,7 +29,7 @@ def iterate(prompt: list[int]) -> list[list[int]]:
     guesses = [[0] * NUM_DRAFTS]
     while len(guesses) < 2 or guesses[-1] != guesses[-2]:
         last = guesses[-1]
-        guesses.append([says(prompt + last[:i]) for i in range(NUM_DRAFTS)])
+        guesses.append([next_token(prompt + last[:i]) for i in range(NUM_DRAFTS)])
     return guesses
 
 
@@ -42,7 +42,7 @@ class Sequence:
         self.guesses = [0] * NUM_DRAFTS
 
     def step(self, drafts: list[int]) -> tuple[int, list[int]]:
-        follows = [says(self.known + drafts[:i]) for i in range(NUM_DRAFTS + 1)]
+        follows = [next_token(self.known + drafts[:i]) for i in range(NUM_DRAFTS + 1)]
         wrong = [a != b for a, b in zip(drafts, follows, strict=False)]
         accepted = [*wrong, True].index(True)
         self.known = self.known + follows[: accepted + 1]
@@ -85,17 +85,20 @@ def test_its_guesses_are_the_iterations_of_the_algorithm() -> None:
         granted = jnp.full(len(slots), NUM_DRAFTS, jnp.int32)
         memory, _, drafts = drafter.propose(None, memory, state, granted, config)
         rows: list[Any] = [None] * len(slots)
-        for slot, who in enumerate(slots):
-            if who != NO_SEQUENCE and rng.random() < 0.7:
-                rows[slot] = everyone[who].step(drafts.tokens[slot].tolist())
-                taken[who] += 1
+        for slot, sequence in enumerate(slots):
+            if sequence != NO_SEQUENCE and rng.random() < 0.7:
+                rows[slot] = everyone[sequence].step(drafts.tokens[slot].tolist())
+                taken[sequence] += 1
         memory = drafter.learn(memory, state, verified(rows))
-        for who, request in enumerate(everyone):
+        for sequence, request in enumerate(everyone):
             new = request.known[len(request.prompt) :]
-            assert len(new) >= min(taken[who], NUM_DRAFTS)
-            assert memory.tokens[who].tolist() == request.guesses
+            assert len(new) >= min(taken[sequence], NUM_DRAFTS)
+            assert memory.tokens[sequence].tolist() == request.guesses
             block = (new + request.guesses)[:NUM_DRAFTS]
-            assert block == wanted[who][min(taken[who], len(wanted[who]) - 1)]
+            assert (
+                block
+                == wanted[sequence][min(taken[sequence], len(wanted[sequence]) - 1)]
+            )
     assert all(len(iterations) - 2 <= NUM_DRAFTS for iterations in wanted)
     # Several tokens per step; otherwise the order of iterations would not matter.
     assert min(len(iterations) - 2 for iterations in wanted) < NUM_DRAFTS

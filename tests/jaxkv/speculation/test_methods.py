@@ -188,8 +188,12 @@ def test_lookup_equals_its_twin(shortest: int, longest: int) -> None:
         num_known = rng.integers(0, 31, 6).astype(np.int32)
         drafts = look(tokens, num_known, shortest=shortest, longest=longest, num=5)
         for slot in range(6):
-            told = tokens[slot, : num_known[slot]].tolist()
-            wanted = found_before(told, shortest, longest, 5) if told else None
+            token_history = tokens[slot, : num_known[slot]].tolist()
+            wanted = (
+                found_before(token_history, shortest, longest, 5)
+                if token_history
+                else None
+            )
             assert int(drafts.num[slot]) == (0 if wanted is None else 5)
             if wanted is not None:
                 assert drafts.tokens[slot].tolist() == wanted

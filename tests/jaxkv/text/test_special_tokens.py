@@ -107,15 +107,15 @@ def test_invalid_chat_template_arguments(arguments: dict[str, Any], line: str) -
 def test_duplicate_bos_token_warns_once() -> None:
     text = (GOLDEN / "tokenized" / "tokenizer.json").read_text()
     tokenizer = Tokenizer.from_json(text, settings={"bos_token": "<|begin|>"})
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         for plain in ("", "a", "aa", "a<|begin|>"):
             tokenizer.encode(plain)
         tokenizer.encode("<|begin|><|begin|>a", add_special_tokens=False)
-        assert not told
+        assert not caught_warnings
         assert tokenizer.encode("<|begin|>a")[:2] == [0, 0]
         tokenizer.encode("<|begin|>b")
-    assert [str(warning.message)[:32] for warning in told] == [
+    assert [str(warning.message)[:32] for warning in caught_warnings] == [
         "the text begins with '<|begin|>'"
     ]
     other = tokenizer_of(DECODERS["none"])

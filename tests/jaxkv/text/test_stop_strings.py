@@ -33,17 +33,17 @@ def answered(
         end_tokens=(),
         answers=[part],
     )
-    told = ""
+    streamed_text = ""
     for i, token in enumerate(answer):
         reason = "length" if i + 1 == len(answer) else None
         event = record.extend(0, [token], [0.0], reason, 1.0)
-        told += event.text
+        streamed_text += event.text
         if event.reason is not None:
             break
     record.close(0, None, 0)
     [finished] = record.complete().answers
-    assert told == finished.text
-    return told, finished.tokens, finished.reason
+    assert streamed_text == finished.text
+    return streamed_text, finished.tokens, finished.reason
 
 
 @pytest.mark.parametrize(

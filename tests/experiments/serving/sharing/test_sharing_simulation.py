@@ -70,10 +70,12 @@ def test_savings_are_judged_in_points() -> None:
 
 def test_rates_at_equal_latency_are_compared() -> None:
     two = np.ones((1, 2, 3))
-    told = TranslationRates(
+    translation_rates = TranslationRates(
         np.array([80]), np.ones((1, 3)), two, two, np.array([[20.0, 33.4]])
     )
-    (claim,) = simulation.claims(Result(counted=counted([]), translated=told))
+    (claim,) = simulation.claims(
+        Result(counted=counted([]), translated=translation_rates)
+    )
     assert (claim.ours, claim.published) == pytest.approx((1.67, 1.67))
     assert claim.verdict == "differs"
     nothing = Result(counted=counted([]), translated=TranslationRates.of([]))
