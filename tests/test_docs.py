@@ -118,8 +118,8 @@ def test_a_shown_output_may_vary(tmp_path) -> None:
     assert not pages.wrong_outputs(page, printed)
 
 
-INTERNAL = ("cli", "report", "plotting")
-"""Packages for the commands and the experiments, which are no API."""
+INTERNAL = ("cli", "report", "plotting", "validation")
+"""Packages that other packages and the experiments use, which are no API."""
 
 
 def test_each_package_has_a_page_of_the_reference() -> None:
