@@ -32,6 +32,7 @@ from experiments.framework import registry
 from experiments.framework.claims import judge
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import Claim, config_loads, study
+from jaxkv.serving.compiling import program_store
 from tests.support import commands, folders
 from tests.support.mutation import replace
 
@@ -59,6 +60,8 @@ def _use_compilation_cache() -> None:
 
 
 _use_compilation_cache()
+# Tests replace functions, and check what is traced.
+program_store.is_enabled = False
 
 
 @pytest.fixture(scope="session", autouse=True)

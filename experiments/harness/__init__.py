@@ -51,7 +51,6 @@ if TYPE_CHECKING:
         median_seconds,
         record_call_times,
         time_call,
-        without_compilation_cache,
     )
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

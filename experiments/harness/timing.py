@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv.progress import Progress
 from jaxkv.serving import Engine
@@ -27,19 +26,6 @@ def time_call[**P, R](
     started = time.perf_counter()
     answer = jax.block_until_ready(call(*args, **options))
     return time.perf_counter() - started, answer
-
-
-@contextlib.contextmanager
-def without_compilation_cache() -> Generator[None]:
-    """Disables the compilation cache, so that a first call compiles."""
-    folder = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        compilation_cache.reset_cache()
 
 
 def median_seconds(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from jaxkv.engine.requests import DrainedSequences, Requests, cancel, drain, submit
     from jaxkv.engine.snapshots import load_state, save_state
     from jaxkv.engine.state import (
+        ALL_KINDS,
         CANCELLED,
         FINISH_REASONS,
         EngineConfig,
         EngineFields,
         EngineState,
+        RequestKinds,
         init,
     )
     from jaxkv.engine.steps import StepInfo, plan_step, run_steps, step

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32
 from jaxkv import arrays, clock, ledger, memory
 from jaxkv.engine import drafting, groups, prefix_caching, swapping
 from jaxkv.engine.drafting import Drafter
-from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.engine.state import ALL_KINDS, EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, Head, PageFacts, RequestColumns
 from jaxkv.memory import (
     is_shared,
@@ -51,7 +51,10 @@ def head_of_queue(state: EngineState, config: EngineConfig) -> Head:
 
 
 def observe_engine(
-    state: EngineState, config: EngineConfig, drafter: Drafter | None = None
+    state: EngineState,
+    config: EngineConfig,
+    drafter: Drafter | None = None,
+    kinds: RequestKinds = ALL_KINDS,
 ) -> tuple[Counts, prefix_caching.PrefixMatch]:
     """Returns the `Counts` for the policy, and the cached pages of waiting requests."""
     s = state.sequences
@@ -74,7 +77,7 @@ def observe_engine(
     goal = groups.tokens_to_feed(state)
     pages = num_pages(state.table, page_size=size)
     group = groups.group_of_slots(state)
-    shares = _Shares(*_if_shared(jnp.stack, state, group, goal, config))
+    shares = _Shares(*_if_shared(jnp.stack, state, group, goal, config, kinds))
 
     counts = ledger.observe(
         state.ledger,
@@ -124,7 +127,9 @@ def observe_engine(
     ), prefix_match
 
 
-def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
+def used_places(
+    state: EngineState, config: EngineConfig, kinds: RequestKinds = ALL_KINDS
+) -> Int32[Array, ""]:
     """Counts the token places with K and V; shared places count once."""
     # Sequences that share a last page are equal on it, so counting it once is exact.
     size = config.page_size
@@ -136,7 +141,7 @@ def used_places(state: EngineState, config: EngineConfig) -> Int32[Array, ""]:
 
     cached = size * prefix_caching.num_used(state)
     group = groups.group_of_slots(state)
-    return cached + _if_shared(count_tokens, state, group, length, config)
+    return cached + _if_shared(count_tokens, state, group, length, config, kinds)
 
 
 def _if_shared[T](
@@ -145,6 +150,7 @@ def _if_shared[T](
     group: Int32[Array, " slots"],
     goal: Int32[Array, " slots"],
     config: EngineConfig,
+    kinds: RequestKinds,
 ) -> T:
     """Returns `of(shares)`; skips the search for shared pages if there can be none.
 
@@ -154,6 +160,7 @@ def _if_shared[T](
       group: first sequence of each slot's request, see `groups.group_of_slots`.
       goal: tokens that each slot will have written.
       config: the engine's configuration.
+      kinds: kinds of requests in the slots.
     """
     table = state.table
     pool = state.pool
@@ -199,6 +206,8 @@ def _if_shared[T](
             moved = pages_for(table.length, page_size=size)
         return of(_Shares(place, others, idle, moved, copies))
 
+    if not kinds.grouped and state.prefixes is None:
+        return no_shares()
     # A group's first sequence may share pages with slots that are held.
     may = (group != state.slots.sequence) | is_shared(pool, table, rows, page_size=size)
     return lax.cond(jnp.any(may), search, no_shares)

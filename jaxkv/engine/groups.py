@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, ledger, memory
 from jaxkv.engine import prefix_caching
-from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.engine.state import EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, Fork, Groups
 from jaxkv.memory import advance_lengths
 
@@ -71,12 +71,14 @@ def find_slot_groups(state: EngineState) -> Groups:
 
 
 def find_forks(
-    state: EngineState, num_rows: Int32[Array, " slots"]
+    state: EngineState, num_rows: Int32[Array, " slots"], kinds: RequestKinds
 ) -> Int32[Array, " slots"]:
     """Returns the slot that each slot is forked from in this step, or `NO_SEQUENCE`.
 
     Forks happen at the end of the step that feeds `num_rows` tokens of each slot.
     """
+    if not kinds.grouped:
+        return jnp.full_like(num_rows, NO_SEQUENCE)
     fork = fork_of(state)
     group = group_of_slots(state)
     complete = fork.reads & (state.table.length + num_rows == fork.num_common)
@@ -91,11 +93,14 @@ def advance_and_fork(
     num_rows: Int32[Array, " slots"],
     forks: Int32[Array, " slots"],
     config: EngineConfig,
+    kinds: RequestKinds,
 ) -> EngineState:
     """Counts the fed rows as written, and forks the slots of `find_forks`."""
     length = state.table.length
     state = state._replace(table=advance_lengths(state.table, num_rows))
     state = prefix_caching.insert_filled_pages(state, length, config)
+    if not kinds.grouped:
+        return state
 
     def fork(state: EngineState, forks: Array) -> EngineState:
         size = config.page_size
@@ -167,14 +172,18 @@ def promote_fork_waiter(
 
 
 def num_common(
-    state: EngineState, preempted: Bool[Array, " slots"], group: Groups
+    state: EngineState, preempted: Bool[Array, " slots"], group: Groups | None
 ) -> Int32[Array, " slots"]:
     """Returns the length of the common prefix of each preempted group.
 
-    `preempted` marks whole groups. A sequence without a group shares its prompt.
+    `preempted` marks whole groups. A sequence without a group shares its prompt;
+    `group` None means that no sequence has one.
     """
     s = state.sequences
     slots = state.slots
+    prompt = arrays.take(s.prompt_length, slots.sequence, fill=0)
+    if group is None:
+        return prompt
     slot = jnp.arange(preempted.shape[0], dtype=jnp.int32)
     follows = preempted & (group.first != slot)
 
@@ -204,5 +213,4 @@ def num_common(
         return jnp.where(several[group.first], shortest[group.first], common)
 
     trips = jnp.any(follows).astype(jnp.int32)
-    prompt = arrays.take(s.prompt_length, slots.sequence, fill=0)
     return lax.fori_loop(0, trips, compare, prompt)

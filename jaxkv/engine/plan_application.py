@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, ledger, memory
 from jaxkv.engine import beam_search, counts, groups, prefix_caching, swapping
-from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.engine.state import ALL_KINDS, EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, SlotPlan
 from jaxkv.memory import Eviction, move_slots, num_new_pages
 from jaxkv.scheduling import Plan
@@ -63,6 +63,7 @@ def apply_plan(
     prefix_match: prefix_caching.PrefixMatch,
     config: EngineConfig,
     eviction: Eviction | None = None,
+    kinds: RequestKinds = ALL_KINDS,
 ) -> tuple[EngineState, AppliedPlan]:
     """Preempts and admits, reserves pages, and copies shared pages before a write.
 
@@ -72,6 +73,7 @@ def apply_plan(
       prefix_match: the cached pages of the requests at the head of the queue.
       config: the engine's configuration.
       eviction: the eviction rule of the prefix cache.
+      kinds: kinds of requests in the slots and in the queue.
 
     Returns:
       The new state, with all pages reserved that the step writes; and the applied plan.
@@ -92,7 +94,9 @@ def apply_plan(
         )
         state, batch = arrays.update_if(
             jnp.any(preempt | admit),
-            functools.partial(_preempt_and_admit, config=config, eviction=eviction),
+            functools.partial(
+                _preempt_and_admit, config=config, eviction=eviction, kinds=kinds
+            ),
             (state, batch),
             plan,
             prefix_match,
@@ -117,6 +121,7 @@ def _preempt_and_admit(
     *,
     config: EngineConfig,
     eviction: Eviction | None,
+    kinds: RequestKinds,
 ) -> tuple[EngineState, _Batch]:
     """Preempts and admits. Skipped in steps that do neither."""
     state, batch = carry
@@ -124,7 +129,7 @@ def _preempt_and_admit(
     plan = plan._replace(**batch.plan._asdict())
     head = counts.head_of_queue(state, config)
     first_sequence = groups.group_of_slots(state)
-    group = ledger.find_groups(first_sequence)
+    group = ledger.find_groups(first_sequence) if kinds.grouped else None
     plan = ledger.preempt_groups(plan, state.slots, group)
     is_preempted = plan.preempt
     # Pages are released before the slots move: the page table is indexed by slot.

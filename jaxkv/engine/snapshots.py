@@ -25,7 +25,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from jaxkv import validation
@@ -94,6 +93,8 @@ def save_state(
             "pages of swapped requests are in host memory, which a snapshot does not "
             "include; save the state after these requests are swapped in"
         )
+    import orbax.checkpoint as ocp  # here, since it takes 0.3 s
+
     with replace_folder(folder, ValueError) as new:
         with silencing_orbax(), ocp.StandardCheckpointer() as writer:
             # Orbax refuses empty arrays; their shapes are in the header.
@@ -157,6 +158,8 @@ def load_state(
         for name, x in _by_name(like).items()
     }
     full = {name: x for name, x in shapes.items() if x.size}
+    import orbax.checkpoint as ocp
+
     with (
         reporting_errors(folder, KeyError, TypeError),
         silencing_orbax(),

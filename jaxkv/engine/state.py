@@ -204,6 +204,24 @@ class EngineConfig:
         return 1 + self.max_drafts
 
 
+class RequestKinds(NamedTuple):
+    """Kinds of requests that a program of steps can serve; static.
+
+    Without a kind the program is smaller and compiles faster. The steps of requests of
+    the other kinds are the same bit for bit.
+    """
+
+    sampled: bool = True
+    """Requests with a temperature, penalties or log-probabilities; without speculation,
+    since verification always reads them."""
+    grouped: bool = True
+    """Requests of several sequences: parallel samples and beams."""
+
+
+ALL_KINDS = RequestKinds()
+"""Every request can be served."""
+
+
 class Sequences(NamedTuple):
     """Tokens and settings of sequences.
 

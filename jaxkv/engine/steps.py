@@ -27,7 +27,13 @@ from jaxkv.engine import (
 )
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation, VerifyOutput
 from jaxkv.engine.emitting import LogitsFn
-from jaxkv.engine.state import NOT_ENDED, EngineConfig, EngineState
+from jaxkv.engine.state import (
+    ALL_KINDS,
+    NOT_ENDED,
+    EngineConfig,
+    EngineState,
+    RequestKinds,
+)
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import (
     Eviction,
@@ -110,6 +116,7 @@ def step(
     eviction: Eviction | None = None,
     logits_fn: LogitsFn | None = None,
     speculation: Speculation | None = None,
+    kinds: RequestKinds = ALL_KINDS,
 ) -> tuple[EngineState, StepInfo]:
     """Runs one step.
 
@@ -123,6 +130,7 @@ def step(
         `prefix_eviction.LRU()`.
       logits_fn: changes logits before sampling, static.
       speculation: drafter and verifier, static; None decodes without speculation.
+      kinds: kinds of the requests in the state, static; others get wrong answers.
 
     Returns:
       The new state, and the information about the step.
@@ -130,7 +138,12 @@ def step(
     params, state = arrays.to_jax_arrays((params, state))
     drafter = None if speculation is None else speculation.drafter
     state, applied = plan_step(
-        state, config=config, policy=policy, eviction=eviction, drafter=drafter
+        state,
+        config=config,
+        policy=policy,
+        eviction=eviction,
+        drafter=drafter,
+        kinds=kinds,
     )
     planned = state
     drafts = None
@@ -140,7 +153,7 @@ def step(
             params, state, applied.granted, drafter, config
         )
     # Drafts are fed after the rows of their slot; `num_rows` excludes them.
-    forks = groups.find_forks(state, applied.num_rows)
+    forks = groups.find_forks(state, applied.num_rows, kinds)
     num_rows = applied.num_rows
     result = model_runner.feed(
         params,
@@ -153,16 +166,16 @@ def step(
     )
     state = state._replace(pages=result.pages)
     with jax.named_scope("advance"):
-        state = groups.advance_and_fork(state, num_rows, forks, config)
+        state = groups.advance_and_fork(state, num_rows, forks, config, kinds)
     has_logits = (num_rows > 0) | (forks >= 0)
     with jax.named_scope("emit"):
         state, emitted = emitting.emit(
-            state, has_logits, result, logits_fn, config, speculation, drafts
+            state, has_logits, result, logits_fn, config, speculation, drafts, kinds
         )
     if drafter is not None:
         state = _accept(state, emitted, applied, drafts, drafter, config)
     state = _retire(state, emitted, scheduling.holds_finished(policy), eviction)
-    info = _info(planned, applied, emitted, state, config)
+    info = _info(planned, applied, emitted, state, config, kinds)
     if config.debug:
         unsafe = shared_writes(
             planned.pool, planned.table, info.num_rows, page_size=config.page_size
@@ -222,6 +235,7 @@ def _info(
     emitted: emitting.SamplerOutput,
     state: EngineState,
     config: EngineConfig,
+    kinds: RequestKinds,
 ) -> StepInfo:
     """Makes the `StepInfo` from the state after planning and the state at the end."""
     s = planned.sequences
@@ -250,7 +264,7 @@ def _info(
         **applied.scheduling._asdict(),
         num_copied=applied.num_copied,
         used_pages=config.num_pages - num_free,
-        used_places=counts.used_places(after, config),
+        used_places=counts.used_places(after, config, kinds),
         asks_host=swapping.asks_host(state),
         enough=applied.enough,
         violations=None,
@@ -265,6 +279,7 @@ def plan_step(
     policy: Policy,
     eviction: Eviction | None = None,
     drafter: Drafter | None = None,
+    kinds: RequestKinds = ALL_KINDS,
 ) -> tuple[EngineState, plan_application.AppliedPlan]:
     """Plans one step and applies the plan: all of a step before the model runs.
 
@@ -272,12 +287,12 @@ def plan_step(
       The new state, with all pages reserved that the step writes; and the applied plan.
     """
     with jax.named_scope("counts"):
-        observed, prefix_match = counts.observe_engine(state, config, drafter)
+        observed, prefix_match = counts.observe_engine(state, config, drafter, kinds)
     with jax.named_scope("schedule"):
         plan = scheduling.schedule(observed, policy)
     with jax.named_scope("apply_plan"):
         state, applied = plan_application.apply_plan(
-            state, plan, prefix_match, config, eviction
+            state, plan, prefix_match, config, eviction, kinds
         )
     return state, applied
 
@@ -296,6 +311,7 @@ def run_steps(
     speculation: Speculation | None = None,
     may_draft: bool = True,
     num_steps: int | None = None,
+    kinds: RequestKinds = ALL_KINDS,
 ) -> tuple[EngineState, StepInfo]:
     """Runs several steps as one program; arguments are those of `step`.
 
@@ -326,6 +342,7 @@ def run_steps(
             eviction=eviction,
             logits_fn=logits_fn,
             speculation=speculation,
+            kinds=kinds,
         )
         with jax.named_scope("info"):
             return state, arrays.pack_leaves(info)

@@ -170,6 +170,8 @@ class AsyncEngine:
             while not self._is_closed:
                 self._has_work.wait()
                 self._has_work.clear()
+                # For requests of all kinds, so that no later one waits for it.
+                engine.compile()
                 while engine.has_pending() and not self._is_closed:
                     try:
                         engine.step()

@@ -5,16 +5,17 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxkv.serving.compilation_cache import (
+    from jaxkv.serving.compiling.compilation_cache import (
         MIN_COMPILE_TIME_S,
         compile_once,
         usable_folder,
+        without_program_cache,
     )
+    from jaxkv.serving.compiling.programs import LOCAL
     from jaxkv.serving.engine import Engine
     from jaxkv.serving.host_swap import HostSpace
     from jaxkv.serving.loading import read_model_folder
     from jaxkv.serving.outputs import Completion, Event, FinishedAnswer
-    from jaxkv.serving.programs import LOCAL
     from jaxkv.serving.request_batch import make_requests
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import functools
 import math
 import os
 import threading
@@ -26,13 +25,14 @@ from jaxtyping import Array, PyTree
 from jaxkv import scheduling, validation
 from jaxkv.clock import from_seconds
 from jaxkv.engine import (
+    ALL_KINDS,
     DrainedSequences,
     EngineParts,
     EngineRules,
     EngineState,
+    RequestKinds,
     Requests,
     StepInfo,
-    init,
     load_state,
     save_state,
 )
@@ -46,11 +46,10 @@ from jaxkv.memory import (
 from jaxkv.parallel import place_state
 from jaxkv.scheduling import MAX_STALLED_STEPS, Policy, StepCounter
 from jaxkv.serving import (
-    compilation_cache,
+    compiling,
     host_swap,
     interrupts,
     outputs,
-    programs,
     refusals,
     request_batch,
     tuning,
@@ -112,12 +111,13 @@ class EngineCore:
         self._table: DispatchedCall | None = None  # of the last call that was read
         speculation = rules.speculation
         memory = None if speculation is None else speculation.drafter.init(config)
-        state = init(config, parts.pages, memory)
-        self._programs, self.state = programs.select_programs(
+        state = compiling.make_state(config, parts.pages, memory)
+        programs, self.state = compiling.select_programs(
             parts.params, state, parts.mesh
         )
+        self._programs = compiling.EnginePrograms(programs, config, self.static)
         self._mesh = parts.mesh
-        self._host = host_swap.HostSpace(host_pages, self._programs.move)
+        self._host = host_swap.HostSpace(host_pages, programs.move)
         self.tracker = RequestTracker(config)
         self.unread: collections.deque[DispatchedCall] = collections.deque()
         """Dispatched calls that were not read yet; at most two."""
@@ -131,9 +131,6 @@ class EngineCore:
         self._started = time.perf_counter()
         # Not held while waiting for the device, nor by an abandoned stream.
         self._lock = threading.RLock()
-        self._compiled: set[jax.tree_util.PyTreeDef] = set()  # kinds of policies
-        self.compile_s = 0.0
-        """Seconds of compilation so far, including tracing."""
         self._lost: BaseException | None = None
 
     def now(self) -> float:
@@ -237,7 +234,7 @@ class EngineCore:
         prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
         with self._lock:
             self._refuse_if_lost()
-            pages, num = self._programs.take_out(self.state, prefix)
+            pages, num = self._programs.jitted.take_out(self.state, prefix)
         num = int(num)
         return to_host(pages, slice(num)), num
 
@@ -268,7 +265,7 @@ class EngineCore:
         with self._lock, interrupts.defer_signals():
             self._refuse_if_lost()
             with self._lost_on_error():
-                self.state, cached = self._programs.bring_in(
+                self.state, cached = self._programs.jitted.bring_in(
                     self.state, prefix, slot_pages, self.rules.eviction
                 )
         return int(cached)
@@ -334,7 +331,7 @@ class EngineCore:
             other.trace = outputs.Trace(self.trace)
             other.unread = collections.deque()
             other._lock = threading.RLock()
-            other._compiled = {*self._compiled}
+            other._programs = self._programs.copy()
             other.on_dispatch = None
             other._host = self._host.copy()
         if policy is not None:
@@ -366,11 +363,14 @@ class EngineCore:
         plan = tuning.plan_measurement(self.state, self.config, context)
 
         def submit(state: EngineState, requests: Requests) -> EngineState:
-            return self._programs.submit(state, requests, config=self.config)[0]
+            return self._programs["submit"](state, requests)[0]
 
         def withdraw(state: EngineState, ids: np.ndarray) -> EngineState:
             all_samples = np.full_like(ids, -1)
-            return self._programs.drain(state, ids, all_samples, self.rules.eviction)[0]
+            cancelled = self._programs["cancel"](
+                state, ids, all_samples, eviction=self.rules.eviction
+            )
+            return self._programs["drain"](cancelled)[0]
 
         def run(state: EngineState, may_draft: bool) -> EngineState:
             return self.run_steps(state, may_draft=may_draft)[0]
@@ -385,56 +385,62 @@ class EngineCore:
         self, state: EngineState, now: float = 0.0, *, may_draft: bool = True
     ) -> tuple[EngineState, StepInfo]:
         """Runs the steps of a call on a state, which is consumed."""
+        self._compile_steps(ALL_KINDS)
         return self._programs.run_steps(
-            self.params, state, from_seconds(now), **self._step_arguments(may_draft)
+            self.params, state, now, self.rules, ALL_KINDS, may_draft
         )
 
     def lower(self, *, may_draft: bool = True) -> Any:
         """Returns the traced program of the steps."""
-        clock = from_seconds(0.0)
-        return self._programs.run_steps.lower(
-            self.params, self.state, clock, **self._step_arguments(may_draft)
+        arguments = self.static | vars(self.rules) | {"may_draft": may_draft}
+        return self._programs.jitted.run_steps.lower(
+            self.params, self.state, from_seconds(0.0), **arguments
         )
 
-    def _step_arguments(self, may_draft: bool) -> dict[str, Any]:
-        """Returns the arguments of the steps after parameters, state and clock."""
-        return self.static | vars(self.rules) | {"may_draft": may_draft}
-
     def compile(self) -> None:
-        """Compiles all programs before one of them consumes the state.
+        """Compiles all programs, for requests of all kinds.
+
+        Without it, each program is compiled before its first use, and requests get the
+        smallest program that serves all requests which are not complete.
+        """
+        self._compile_steps(ALL_KINDS)
+        self._compile_drain(cancels=True)
+
+    def _compile_steps(self, kinds: RequestKinds) -> None:
+        """Compiles the steps and `submit` before one of them consumes the state.
 
         An interrupt, or a model that cannot be traced, then leaves the state intact.
         """
-        kind = jax.tree.structure(self.policy)
-        if kind in self._compiled:
-            return
-        begun = time.perf_counter()
-        state = self.state
-        config = self.config
-        with compilation_cache.notify_if_slow():
-            modes: tuple[bool, ...] = (True,)
-            if (speculation := self.rules.speculation) is not None:
-                is_disabled = functools.partial(
-                    speculation.drafter.is_disabled, config=config
-                )
-                if jax.eval_shape(is_disabled, state.memory, state) is not None:
-                    modes = True, False  # also a program of plain steps
-            names = np.full(config.max_sequences, -1, np.int32)
-            lowered = (
-                self._programs.submit.lower(
-                    state, self._pack_requests([]), config=config
-                ),
-                *(self.lower(may_draft=may) for may in modes),
-                self._programs.drain.lower(state, names, names, self.rules.eviction),
+        self._programs.compile("submit", self.state, self._pack_requests([]))
+        self._programs.compile_steps(self.params, self.state, self.rules, kinds)
+
+    def _compile_drain(self, *, cancels: bool) -> None:
+        if cancels:
+            names = np.full(self.config.max_sequences, -1, np.int32)
+            eviction = self.rules.eviction
+            self._programs.compile(
+                "cancel", self.state, names, names, eviction=eviction
             )
-            for program in lowered:
-                program.compile()
-        self.compile_s += time.perf_counter() - begun
-        self._compiled.add(kind)
+        self._programs.compile("drain", self.state)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of compilation so far, including tracing."""
+        return self._programs.compile_s
+
+    def _kinds_to_run(self) -> RequestKinds:
+        """Returns the kinds of the next steps, preferring compiled programs."""
+        needed = self.tracker.request_kinds()
+        if self._programs.has_steps(self.rules, needed):
+            return needed
+        if self._programs.has_steps(self.rules, ALL_KINDS):
+            return ALL_KINDS
+        return needed
 
     def dispatch(self) -> None:
         """Submits the requests that fit, then dispatches the next steps."""
-        self.compile()
+        kinds = self._kinds_to_run()
+        self._compile_steps(kinds)
         if self._needs_host_swap:
             # Rare, so all dispatched calls are read first.
             while self.unread:
@@ -444,18 +450,22 @@ class EngineCore:
                 self.state = self._host.exchange(self.state)
                 self._needs_host_swap = False
         tracker = self.tracker
-        config = self.config
+        if tracker.has_cancels() or tracker.needs_drain():
+            self._compile_drain(cancels=tracker.has_cancels())
         with interrupts.defer_signals():
             batch = tracker.next_batch(self.now())
             requests = self._pack_requests(batch) if batch else None
             with self._lost_on_error():
                 if requests is not None:
-                    self.state, _ = self._programs.submit(
-                        self.state, requests, config=config
-                    )
+                    self.state, _ = self._programs["submit"](self.state, requests)
                     tracker.mark_submitted(batch)
-                self.state, info = self.run_steps(
-                    self.state, self.now(), may_draft=not self._skips_drafts
+                self.state, info = self._programs.run_steps(
+                    self.params,
+                    self.state,
+                    self.now(),
+                    self.rules,
+                    kinds,
+                    not self._skips_drafts,
                 )
                 call = DispatchedCall(
                     info=info,
@@ -471,11 +481,14 @@ class EngineCore:
                     call.table = jax.device_put(table, may_alias=False)
                 if self._keep_trace:
                     call.num_pending = tracker.num_pending(self.now())
-                if (named := tracker.next_cancels()) is not None:
-                    names = named[:, 0]
-                    samples = named[:, 1]
-                    args = (self.state, names, samples, self.rules.eviction)
-                    self.state, call.drained = self._programs.drain(*args)
+                if tracker.has_cancels():
+                    names, samples = tracker.next_cancels()
+                    self.state = self._programs["cancel"](
+                        self.state, names, samples, eviction=self.rules.eviction
+                    )
+                if tracker.needs_drain():
+                    tracker.mark_drained()
+                    self.state, call.drained = self._programs["drain"](self.state)
         if self.on_dispatch is not None:
             self.on_dispatch(call)
 

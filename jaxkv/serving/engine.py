@@ -26,7 +26,7 @@ from jaxkv.models import EndTokens
 from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy, RequestAttributes
-from jaxkv.serving import compilation_cache, refusals
+from jaxkv.serving import compiling, refusals
 from jaxkv.serving.core import EngineCore
 from jaxkv.serving.outputs import Completion, Event
 from jaxkv.serving.requests import PartialAnswer, RequestRecord
@@ -180,7 +180,7 @@ class Engine(EngineCore):
         folder = loading.find_model_folder("folder", folder)
         validation.instance("loaded", loaded, LoadedModel, type(None))
         check_mesh(mesh)
-        compilation_cache.keep_programs()
+        compiling.keep_programs()
         scan_layers = validation.boolean("scan_layers", scan_layers)
         speculation_config = parse_speculation(speculate)
         config = loading.make_engine_config(bounds, speculation_config)

@@ -12,7 +12,14 @@ import math
 
 import numpy as np
 
-from jaxkv.engine import CANCELLED, DrainedSequences, EngineConfig, StepInfo
+from jaxkv.engine import (
+    CANCELLED,
+    DrainedSequences,
+    EngineConfig,
+    RequestKinds,
+    StepInfo,
+)
+from jaxkv.sampling import Sampling
 from jaxkv.serving import outputs
 from jaxkv.serving.outputs import Event
 from jaxkv.serving.requests import RequestRecord
@@ -132,11 +139,34 @@ class RequestTracker:
             self._unfinished += len(record.answers)
         self._requests += len(batch)
 
-    def next_cancels(self) -> np.ndarray | None:
-        """Returns requests and samples to cancel before a drain; None: no drain."""
-        if not self._ready and not self._cancels:
-            return None
+    def request_kinds(self) -> RequestKinds:
+        """Returns the kinds of all requests that are not complete."""
+        asks = [record.sampling for record in self.records.values()]
+        return RequestKinds(
+            sampled=any(not _is_plain(ask) for ask in asks),
+            grouped=any(
+                ask.beam_width is not None or ask.num_sequences > 1 for ask in asks
+            ),
+        )
+
+    def has_cancels(self) -> bool:
+        """True if requests on the device are to be cancelled."""
+        return bool(self._cancels)
+
+    def needs_drain(self) -> bool:
+        """True if requests on the device are ready to be drained."""
+        return self._ready > 0
+
+    def mark_drained(self) -> None:
+        """Counts all requests that are ready as drained."""
         self._ready = 0
+
+    def next_cancels(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ids and samples of the next requests to cancel, which are then ready.
+
+        A sample of -1 is all of a request. Unused entries are -1.
+        """
+        self._ready += 1
         named = np.full((self.config.max_sequences, 2), -1, np.int32)
         now = self._cancels[: len(named)]
         remaining_cancels = self._cancels[len(named) :]
@@ -146,7 +176,7 @@ class RequestTracker:
             if record := self.records.get(name):
                 for part in record.answers if sample < 0 else [record.answers[sample]]:
                     part.has_ended = True
-        return named
+        return named[:, 0], named[:, 1]
 
     def read(self, info: StepInfo, now: float) -> None:
         """Processes the outputs of a call.
@@ -221,3 +251,14 @@ def _num_to_search(record: RequestRecord) -> int:
     """Returns the largest length of a beam's answer; 0 without beams."""
     ask = record.sampling
     return 0 if ask.beam_width is None else ask.max_tokens
+
+
+def _is_plain(ask: Sampling) -> bool:
+    """True if an answer has the most likely tokens, as `sampling.is_plain`."""
+    return not (
+        ask.temperature > 0
+        or ask.repetition_penalty != 1
+        or ask.presence_penalty
+        or ask.frequency_penalty
+        or outputs.needs_logprobs(ask)
+    )

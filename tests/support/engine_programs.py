@@ -21,7 +21,7 @@ from jaxkv.models import (
 )
 from jaxkv.parallel import degree_of, experts_of, fit_config, param_specs, state_specs
 from jaxkv.scheduling import Policy
-from jaxkv.serving import programs
+from jaxkv.serving.compiling import programs
 
 UNOPTIMISED = {"xla_backend_optimization_level": 0}
 """XLA assigns buffers before LLVM, so LLVM's optimization level can be 0."""

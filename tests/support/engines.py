@@ -18,6 +18,7 @@ from jaxkv.engine import (
     EngineConfig,
     EngineState,
     LogitsFn,
+    RequestKinds,
     Requests,
     Speculation,
     StepInfo,
@@ -103,6 +104,7 @@ _compiled = functools.partial(
         "speculation",
         "may_draft",
         "num_steps",
+        "kinds",
     ),
     donate_argnames="state",
 )
@@ -287,6 +289,7 @@ def serve(
     eviction: Eviction | None = None,
     speculation: Speculation | None = None,
     forward: Forward | None = None,
+    kinds: RequestKinds | None = None,
 ) -> Run:
     """Runs requests to their end; submits them as the queue has room.
 
@@ -306,11 +309,12 @@ def serve(
       eviction: eviction rule of the prefix cache; None means LRU.
       speculation: drafter and verifier.
       forward: the model's forward pass; None means `PagedForward`.
+      kinds: kinds of the requests; None means all.
     """
     waiting = list(asks)
     infos = []
     # Left out if None, so that the program is that of all other tests.
-    rare = {"logits_fn": logits_fn, "speculation": speculation}
+    rare = {"logits_fn": logits_fn, "speculation": speculation, "kinds": kinds}
     changed: dict[str, Any] = {
         name: value for name, value in rare.items() if value is not None
     }

@@ -21,7 +21,8 @@ from scipy import optimize
 
 from experiments import lab
 from experiments.bench.tables import draw_bars, split_details
-from experiments.harness import time_call, without_compilation_cache
+from experiments.harness import time_call
+from jaxkv.serving import without_program_cache
 from scaling import fits, laws
 from scaling.fits import (
     FitProblem,
@@ -198,7 +199,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[FitTime]:
         compiled_minimize, stop=lambda x: hasattr(x, "cache_clear")
     )
     cached.cache_clear()
-    with without_compilation_cache():
+    with without_program_cache():
         first_s, _ = time_call(fit_with_jaxkv, draws)
     ends = {name: np.zeros((0, len(start))) for name in methods}
     seconds = dict.fromkeys(methods, 0.0)

@@ -20,8 +20,8 @@ import numpy as np
 from experiments import lab
 from experiments.bench.peer_process import PeerProcess, start_peers
 from experiments.bench.tables import draw_bars
-from experiments.harness import without_compilation_cache
 from jaxkv import clock
+from jaxkv.serving import without_program_cache
 from scaling import shapes
 from scaling.calibration import (
     PUBLISHED_SERVERS,
@@ -278,7 +278,7 @@ def _compare(
                 continue
             progress.show(f"{stage.name}, {name}")
             cache_scope = (
-                without_compilation_cache() if not index else contextlib.nullcontext()
+                without_program_cache() if not index else contextlib.nullcontext()
             )
             try:
                 with cache_scope:

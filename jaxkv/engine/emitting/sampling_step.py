@@ -25,6 +25,7 @@ from jaxkv.engine.emitting.logit_rows import (
     repeat_places,
 )
 from jaxkv.engine.state import (
+    ALL_KINDS,
     FINISH_REASONS,
     LENGTH_REACHED,
     NOT_A_NUMBER,
@@ -32,6 +33,7 @@ from jaxkv.engine.state import (
     STOPPED,
     EngineConfig,
     EngineState,
+    RequestKinds,
     Sequences,
 )
 from jaxkv.ledger import NO_SEQUENCE
@@ -81,6 +83,7 @@ def emit(
     config: EngineConfig,
     speculation: Speculation | None = None,
     drafts: Drafts | None = None,
+    kinds: RequestKinds = ALL_KINDS,
 ) -> tuple[EngineState, SamplerOutput]:
     """Samples for each slot that has logits and no known token left to feed.
 
@@ -92,6 +95,7 @@ def emit(
       config: the engine's configuration.
       speculation: drafter and verifier.
       drafts: the drafts, which were fed after the known tokens.
+      kinds: kinds of requests in the slots.
 
     Returns:
       The new state, and the emitted tokens.
@@ -102,7 +106,7 @@ def emit(
     logits = result.logits[: config.max_slots]
     if speculation is None or drafts is None:
         rows = logit_rows.gather_logit_rows(state, logits, emits)
-        draw = _sample(rows, emits, logits_fn, config)
+        draw = _sample(rows, emits, logits_fn, config, kinds.sampled)
         candidates = _Candidates(
             draw.token,
             draw.logprob,
@@ -183,6 +187,7 @@ def _sample(
     emits: Bool[Array, " slots"],
     logits_fn: LogitsFn | None,
     config: EngineConfig,
+    may_sample: bool,
 ) -> Draw:
     """Samples a token for each row; skipped if no slot emits."""
     asks = emits & ~is_plain(rows.params, rows.keep_logprobs)
@@ -201,6 +206,8 @@ def _sample(
                 changed, params, num_tokens, raw=raw, keep_logprobs=keep_logprobs
             )
 
+        if not may_sample:
+            return sampling.greedy(logits, raw=raw)
         with jax.named_scope("asked"):
             return lax.cond(
                 any_asks, draw_all, lambda: sampling.greedy(logits, raw=raw)

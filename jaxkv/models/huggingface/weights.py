@@ -113,7 +113,8 @@ def load_params(
                 "first is used"
             )
         raise ValueError(f"{line}, which layers for multi-token prediction share")
-    put = place or (lambda path, array: jnp.asarray(array))
+    # Not `jnp.asarray`, which compiles a program for each shape.
+    put = place or (lambda path, array: jax.device_put(array, may_alias=False))
     arrays = []
     for leaf in leaves:
         leaf_dtype = leaf.dtype_in(dtype)

@@ -142,7 +142,9 @@ def test_two_workers_answer_as_one_engine() -> None:
 
 
 @pytest.mark.thorough
-def test_an_engine_that_fails_ends_its_worker() -> None:
+def test_an_engine_that_fails_ends_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def run() -> None:
         launcher = LocalLauncher()
         router = Router(launcher)
@@ -153,7 +155,7 @@ def test_an_engine_that_fails_ends_its_worker() -> None:
         def fail(*args: Any, **rules: Any) -> None:
             raise RuntimeError("the device is gone")
 
-        engine._programs = engine._programs._replace(run_steps=fail)
+        monkeypatch.setattr(engine._programs, "run_steps", fail)
         coroutines = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
         answers = await asyncio.gather(*coroutines)
         assert [x.completion.tokens for x in answers] == wanted()

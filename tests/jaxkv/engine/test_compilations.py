@@ -1,4 +1,4 @@
-"""`run_steps`, `submit` and `drain` compile once, for all requests."""
+"""`run_steps`, `submit`, `cancel` and `drain` compile once, for all requests."""
 
 import dataclasses
 from collections.abc import Generator
@@ -17,7 +17,7 @@ from tests.support import engines
 from tests.support.engines import MODEL
 from tests.support.folders import TOKENIZED
 
-PROGRAMS = {"jit(run_steps)", "jit(submit)", "jit(_cancel_and_drain)"}
+PROGRAMS = {"jit(run_steps)", "jit(submit)", "jit(cancel)", "jit(drain)"}
 MOVE = "jit(apply_transfer)"
 """And one program for each direction of the host swap."""
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -87,6 +87,7 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
         engine = make_engine(jaxkv.fcfs(preemption="swap", hold_new=False))
         # The programs that make states do not count; from here on, all programs do.
         names.clear()
+        engine.compile()
         # Every prompt length, in workloads of every kind.
         lengths = rng.permutation(np.arange(1, MODEL.max_positions)).tolist()
         modes = set()
@@ -127,6 +128,7 @@ def test_one_program_each_for_every_workload_length_and_mode() -> None:
         again = make_engine(
             jaxkv.fcfs(chunk_size=3, watermark=1, preemption="swap", hold_new=False)
         )
+        again.compile()
         assert again.generate([[1, 2, 3]] * 3)
         assert names.count(MOVE) == 1
         assert len(names) == len(PROGRAMS) + 1, names

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxkv.serving import compilation_cache
+from jaxkv.serving.compiling import compilation_cache
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from jaxkv.engine import EngineState
 from jaxkv.memory import PageTableView, SlotPages
 from jaxkv.report import Ints, ResultTable, column
 from jaxkv.sampling import Sampling
-from jaxkv.serving import compilation_cache, outputs
+from jaxkv.serving import outputs
+from jaxkv.serving.compiling import compilation_cache
 from jaxkv.simulation import results
 from jaxkv.speculation import SpeculationConfig
 from jaxkv.workloads import dataframes
@@ -287,7 +288,7 @@ def test_a_bundled_model_loads_by_its_name() -> None:
 
 CODE = """if True:
     import jax, jaxkv
-    from jaxkv.serving import compilation_cache as cache
+    from jaxkv.serving.compiling import compilation_cache as cache
     cache.NOTICE_S = 0.05
     CHANGE
     engine = jaxkv.Engine.load("FOLDER", num_pages=8, max_length=32)

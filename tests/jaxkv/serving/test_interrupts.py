@@ -58,10 +58,10 @@ def _python_handles_it() -> Iterator[None]:
 
 PHASES = {
     "submit": ("submit", "_make_record", "_add", "generate", "_assign_id", "_validate"),
-    "compile": ("compile",),
+    "compile": ("compile", "compile_steps", "_compile_steps", "_compile_drain"),
     "call": ("step", "dispatch", "next_batch", "mark_submitted", "make_requests"),
     "read": ("read", "extend", "_emit", "group_emitted", "stream", "_lost_on_error"),
-    "drain": ("next_cancels", "collect", "_close", "close", "complete"),
+    "drain": ("next_cancels", "mark_drained", "collect", "_close", "close", "complete"),
     "copy": ("exchange", "empty_transfer"),
     "defer": ("__enter__", "__exit__", "_note", "_restore", "_deliver"),
 }
@@ -75,6 +75,7 @@ FILES = (
     "outputs",
     "host_swap",
     "interrupts",
+    "engine_programs",
 )
 
 
@@ -97,7 +98,7 @@ class Interrupter:
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         path = Path(frame.f_code.co_filename)
         code = frame.f_code
-        ours = path.stem in FILES and path.parent.name == "serving"
+        ours = path.stem in FILES and path.parent.name in ("serving", "compiling")
         return self._line if ours and code.co_name in self.names else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -112,7 +113,9 @@ def work(engine: jaxkv.Engine, received: dict[int, list[int]]) -> None:
     """Submits requests in both ways; `received` collects the tokens of events by
     request.
     """
-    engine._compiled.clear()  # so that programs are requested again
+    # So that programs are requested again.
+    engine._programs._steps.clear()
+    engine._programs._others.clear()
     received[engine.submit(ASKED[0], LONG, request_id=1000)] = []
     engine.generate(KNOWN, ASK)
     received[engine.submit(ASKED[1], LONG, request_id=1001)] = []

@@ -9,7 +9,7 @@ import pytest
 import jaxkv
 from jaxkv import Sampling
 from jaxkv.memory import prefix_transfer
-from jaxkv.serving import programs
+from jaxkv.serving.compiling import programs
 from tests.support import engines, mutation
 from tests.support.folders import TOKENIZED
 from tests.support.mutation import Bug

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32, PyTree
 
 from jaxkv import engine
 from jaxkv.arrays import ArrayOrShape
-from jaxkv.engine import DrainedSequences, EngineState
+from jaxkv.engine import EngineState
 from jaxkv.memory import Eviction, Pages, Prefix, Staging, export_prefix, import_prefix
 from jaxkv.parallel import REPLICATED, map_over_mesh, place_state, specs_on, state_specs
 from jaxkv.serving import host_swap
@@ -26,7 +26,8 @@ class Programs(NamedTuple):
     Attributes:
       run_steps: `step.run_steps`; all arguments after params, state and clock by name.
       submit: `requests.submit`.
-      drain: cancels, then drains.
+      cancel: `requests.cancel`.
+      drain: `requests.drain`.
       move: `host_swap.apply_transfer`.
       take_out: `prefix_transfer.export_prefix`; consumes no argument.
       bring_in: `prefix_transfer.import_prefix`.
@@ -34,6 +35,7 @@ class Programs(NamedTuple):
 
     run_steps: Any
     submit: jax.stages.Wrapped
+    cancel: jax.stages.Wrapped
     drain: jax.stages.Wrapped
     move: jax.stages.Wrapped
     take_out: jax.stages.Wrapped
@@ -54,16 +56,6 @@ class ProgramShardings(NamedTuple):
     trees: tuple[jax.tree_util.PyTreeDef, jax.tree_util.PyTreeDef]
 
 
-def _cancel_and_drain(
-    state: EngineState,
-    request_ids: Int32[Array, " n"],
-    samples: Int32[Array, " n"],
-    eviction: Eviction | None,
-) -> tuple[EngineState, DrainedSequences]:
-    state = engine.cancel(state, request_ids, samples, eviction=eviction)
-    return engine.drain(state)
-
-
 def _take_out(state: EngineState, prefix: Prefix) -> tuple[Pages, Int32[Array, ""]]:
     assert state.prefixes is not None
     return export_prefix(state.pages, state.prefixes, prefix)
@@ -80,15 +72,27 @@ def _bring_in(
 
 
 _STEP_OPTIONS: Any = {
-    "static_argnames": ("config", "forward", "logits_fn", "speculation", "may_draft"),
+    "static_argnames": (
+        "config",
+        "forward",
+        "logits_fn",
+        "speculation",
+        "may_draft",
+        "kinds",
+    ),
     "donate_argnames": "state",
     "compiler_options": devices.COMPILER_OPTIONS,
 }
 
+make_state = jax.jit(engine.init, static_argnames="config")
+"""`engine.init` as one program, where operation by operation would be some thirty; the
+pages are passed through."""
+
 LOCAL = Programs(
     jax.jit(engine.run_steps, **_STEP_OPTIONS),
     jax.jit(engine.submit, static_argnames="config", donate_argnames="state"),
-    jax.jit(_cancel_and_drain, donate_argnames="state"),
+    jax.jit(engine.cancel, donate_argnames="state"),
+    jax.jit(engine.drain, donate_argnames="state"),
     jax.jit(host_swap.apply_transfer, donate_argnames="staging"),
     jax.jit(_take_out),
     jax.jit(_bring_in, donate_argnames="state"),
@@ -135,14 +139,15 @@ def mesh_programs(how: ProgramShardings) -> Programs:
         run = functools.partial(engine.submit, config=config)
         return mapped(run, state_of, replicated, out_specs=out_specs)(state, batch)
 
-    drain = mapped(
-        _cancel_and_drain,
-        state_of,
-        replicated,
-        replicated,
-        replicated,
-        out_specs=out_specs,
-    )
+    def cancel(state, request_ids, samples, *, eviction):
+        def run(state, request_ids, samples, eviction):
+            return engine.cancel(state, request_ids, samples, eviction=eviction)
+
+        in_specs = state_of, replicated, replicated, replicated
+        over_mesh = mapped(run, *in_specs, out_specs=state_of)
+        return over_mesh(state, request_ids, samples, eviction)
+
+    drain = mapped(engine.drain, state_of, out_specs=out_specs)
     # Transfers between host and staging buffer have the sharding of its pages.
     kind: Any = host_swap.HostTransfer  # of specs, not of arrays
     moves_of = kind(*[replicated] * len(kind._fields))
@@ -158,6 +163,7 @@ def mesh_programs(how: ProgramShardings) -> Programs:
     return Programs(
         jax.jit(run_steps, **_STEP_OPTIONS),
         jax.jit(submit, static_argnames="config", donate_argnames="state"),
+        jax.jit(cancel, donate_argnums=0),
         jax.jit(drain, donate_argnums=0),
         jax.jit(move, donate_argnums=0),
         jax.jit(take_out),

@@ -16,6 +16,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxkv import files
 
@@ -100,6 +101,23 @@ def compile_once(programs: str) -> Generator[None]:
         yield
         with contextlib.suppress(OSError):
             path.write_bytes(b"1")
+
+
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def without_program_cache() -> Generator[None]:
+    """Disables JAX's cache, so that a first call or compilation compiles."""
+    with _lock:
+        folder = jax.config.jax_compilation_cache_dir
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            jax.config.update("jax_compilation_cache_dir", folder)
+            compilation_cache.reset_cache()
 
 
 @contextlib.contextmanager

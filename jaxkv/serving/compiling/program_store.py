@@ -1,0 +1,293 @@
+"""Compiled programs in files, which are found without tracing them again.
+
+JAX's cache of compiled programs finds a program by its lowered text, so every process
+traces and lowers the steps of its engine, half of the seconds of a start. Here the key
+is what a program is traced from: the source files, the versions, the processor, JAX's
+settings, the static arguments, and the shapes of the arrays.
+
+A program is stored only if its key is sure to be complete. That excludes functions and
+types from outside of the project, such as a policy of the user's, a function that was
+replaced at run time, source files that changed since the start of the process, meshes,
+and accelerators; JAX's cache serves all of these. The files are in the folder of JAX's
+cache and are trusted in the same way: whoever can write there can run code here.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import os
+import pickle
+import platform
+import sys
+import time
+import types
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jaxtyping import Array, PyTree
+
+from jaxkv import files
+from jaxkv.serving.compiling import compilation_cache
+
+MAX_PROGRAMS = 64
+"""Number of files above which the least recently used ones are deleted."""
+
+TRACED_PACKAGES = "jaxkv", "pallas_kernels"
+"""Packages whose functions and types a key describes by name."""
+UNTRACED = {
+    *("cli", "disaggregation", "plotting", "report", "server", "serving"),
+    *("simulation", "workloads"),
+}
+"""Parts of `jaxkv` that no program of an engine is traced from; a change of their
+source files compiles nothing again."""
+
+type CompiledProgram = Callable[..., PyTree[Array]]
+"""A function of the arguments that are not static."""
+
+is_enabled: bool = True
+"""False leaves all programs to JAX's own cache."""
+
+_PROGRAM_SUFFIX = ".program"
+_START_S = time.time() - 10.0
+"""A time before this process read its first source file, in s since the epoch."""
+_LIBRARIES = {"jax", "jaxlib", "numpy", "ml_dtypes", "flax", "optax", "jaxtyping"}
+_KNOWN = _LIBRARIES | {*TRACED_PACKAGES} | sys.stdlib_module_names
+_UNRELATED_SETTINGS = "cache", "log", "traceback", "dump", "distributed"
+"""Parts of the names of JAX's settings that change no program."""
+
+_loaded: dict[str, CompiledProgram] = {}
+
+
+class _IncompleteKey(Exception):
+    """A value cannot be described."""
+
+
+def compile_program(
+    function: jax.stages.Wrapped,
+    static: Mapping[str, object],
+    *args: object,
+    **kwargs: object,
+) -> CompiledProgram:
+    """Compiles a jitted function, or loads it from the folder of compiled programs.
+
+    Args:
+      function: the jitted function.
+      static: its static arguments.
+      *args: its positional arguments.
+      **kwargs: its other arguments.
+
+    Returns:
+      The function of arguments with the same shapes, without the static ones.
+    """
+    key = _key(function, static, (args, kwargs))
+    if key is None:
+        function.lower(*args, **kwargs, **static).compile()
+        return functools.partial(function, **static)
+    if key not in _loaded:
+        path = Path(str(jax.config.jax_compilation_cache_dir), key + _PROGRAM_SUFFIX)
+        program = _load(path)
+        if program is None:
+            lowered = function.lower(*args, **kwargs, **static)
+            # What JAX's cache has loaded cannot be serialised again.
+            with compilation_cache.without_program_cache():
+                program = lowered.compile()
+            _store(path, program)
+        _loaded[key] = program
+    return _loaded[key]
+
+
+def _load(path: Path) -> jax.stages.Compiled | None:
+    """Reads a program; None if the file is missing or unusable."""
+    try:
+        program = pickle.loads(zlib.decompress(path.read_bytes()))
+        os.utime(path)
+        device = jax.devices()[:1]
+        return serialize_executable.deserialize_and_load(
+            *program, execution_devices=device
+        )
+    except Exception:  # whatever a damaged file raises: it is replaced
+        return None
+
+
+def _store(path: Path, program: jax.stages.Compiled) -> None:
+    """Writes a program, and deletes the least recently used ones."""
+    with contextlib.suppress(OSError, ValueError, NotImplementedError):
+        content = zlib.compress(
+            pickle.dumps(serialize_executable.serialize(program)), 1
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomically(path, content)
+        stored = sorted(path.parent.glob("*" + _PROGRAM_SUFFIX), key=os.path.getmtime)
+        for old in stored[:-MAX_PROGRAMS]:
+            old.unlink(missing_ok=True)
+
+
+def _key(
+    function: jax.stages.Wrapped,
+    static: Mapping[str, object],
+    arguments: object,
+) -> str | None:
+    """Returns the key of a program; None if it must not be stored."""
+    folder = jax.config.jax_compilation_cache_dir
+    is_cached = jax.config.values["jax_enable_compilation_cache"]
+    if not is_enabled or not folder or "://" in folder or not is_cached:
+        return None
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return None
+    leaves, tree = jax.tree.flatten(arguments)
+    try:
+        parts = [
+            _source_digest(),
+            _describe(inspect.unwrap(function)),
+            _describe(dict(static)),
+            list(_describe_tree(tree)),
+            [_describe_array(leaf, device) for leaf in leaves],
+            *_loaded_constants(),
+        ]
+    except _IncompleteKey:
+        return None
+    settings = [
+        (name, str(getattr(jax.config, name, None)))
+        for name in sorted(jax.config.values)
+        if not any(part in name for part in _UNRELATED_SETTINGS)
+    ]
+    parts += [_versions(), settings, os.environ.get("XLA_FLAGS")]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    """Describes the interpreter, the compiler and the processor."""
+    processor = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = next((x for x in lines if x.startswith("flags")), "")
+    return (
+        sys.version,
+        *(importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")),
+        platform.machine(),
+        processor,
+        str(os.cpu_count()),
+    )
+
+
+def _source_digest() -> str:
+    """Returns the digest of the source files.
+
+    Raises:
+      _IncompleteKey: a file changed after modules were imported, or cannot be read.
+    """
+    try:
+        paths = _source_files()
+        if max(os.path.getmtime(path) for path in paths) > _START_S:
+            raise _IncompleteKey
+        return _digest_files(paths)
+    except (OSError, ValueError):
+        raise _IncompleteKey from None
+
+
+@functools.cache
+def _source_files() -> tuple[str, ...]:
+    """Returns the paths of the files that programs are traced from."""
+    paths = []
+    for package in TRACED_PACKAGES:
+        root = os.path.dirname(str(sys.modules[package].__file__))
+        for folder, folders, names in os.walk(root):
+            if folder == root:
+                folders[:] = [name for name in folders if name not in UNTRACED]
+            paths += [f"{folder}/{name}" for name in names if name.endswith(".py")]
+    return tuple(sorted(paths))
+
+
+@functools.cache
+def _digest_files(paths: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.encode() + Path(path).read_bytes())
+    return digest.hexdigest()
+
+
+def _loaded_constants() -> Iterator[tuple[str, str]]:
+    """Yields names and values of the constants of the loaded modules.
+
+    Raises:
+      _IncompleteKey: a function of a module is not its own, nor that of a library.
+    """
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] not in TRACED_PACKAGES or module is None:
+            continue
+        for attribute, value in sorted(vars(module).items()):
+            if isinstance(value, bool | int | float | str) and attribute[0] != "_":
+                yield f"{name}.{attribute}", repr(value)
+            _refuse_replaced(value)
+            if isinstance(value, type) and value.__module__ == name:
+                for member in vars(value).values():
+                    _refuse_replaced(member)
+
+
+def _refuse_replaced(value: object) -> None:
+    """Raises `_IncompleteKey` for a function from outside, or of `unittest.mock`."""
+    if isinstance(value, types.FunctionType):
+        root = value.__module__.partition(".")[0]
+        is_generated = root.startswith("namedtuple_")
+        if root not in _KNOWN and not is_generated:
+            raise _IncompleteKey
+    elif type(value).__module__ == "unittest.mock":
+        raise _IncompleteKey
+
+
+def _describe_array(leaf: object, device: jax.Device) -> tuple[object, ...]:
+    if isinstance(leaf, jax.Array):
+        if leaf.sharding.device_set != {device}:
+            raise _IncompleteKey
+        return leaf.shape, leaf.dtype.name, leaf.weak_type
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.shape, leaf.dtype.name, False
+    raise _IncompleteKey
+
+
+def _describe_tree(tree: jax.tree_util.PyTreeDef) -> Iterator[object]:
+    """Yields types and static data of the nodes of a tree."""
+    node = tree.node_data()
+    yield None if node is None else (_describe(node[0]), _describe(node[1]))
+    for child in tree.children():
+        yield from _describe_tree(child)
+
+
+def _describe(value: object) -> object:
+    """Describes a static value, equally in every process.
+
+    Raises:
+      _IncompleteKey: it has, or is, something from outside of the project.
+    """
+    kind = type(value)
+    if value is None or isinstance(value, bool | int | float | str | np.dtype):
+        if kind.__module__ in ("builtins", "numpy", "numpy.dtypes"):
+            return kind.__name__, str(value)
+    if isinstance(value, type | types.FunctionType):
+        root = value.__module__.partition(".")[0]
+        owner: Any = sys.modules.get(value.__module__)
+        named = getattr(owner, value.__qualname__, None)
+        if named is value or inspect.unwrap(named or value) is value:
+            if root in _LIBRARIES | {*TRACED_PACKAGES, "builtins"}:
+                return value.__module__, value.__qualname__
+        raise _IncompleteKey
+    if isinstance(value, functools.partial):
+        return "partial", _describe((value.func, value.args, value.keywords))
+    if isinstance(value, dict):
+        return "dict", [(_describe(k), _describe(v)) for k, v in value.items()]
+    if isinstance(value, tuple | list):
+        return _describe(kind), [_describe(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return _describe(kind), [_describe(getattr(value, name)) for name in names]
+    raise _IncompleteKey

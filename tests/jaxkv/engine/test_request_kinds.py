@@ -1,0 +1,104 @@
+"""Programs for fewer kinds of requests take the same steps, bit for bit."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.engine import ALL_KINDS, EngineRules, RequestKinds
+from jaxkv.sampling import Sampling
+from tests.support import engines
+
+SWAPPING = dataclasses.replace(engines.TIGHT, max_swap_pages=24)
+
+
+def check(
+    kinds: RequestKinds,
+    config: jaxkv.EngineConfig,
+    *,
+    as_served: bool,
+    **policy: Any,
+) -> None:
+    """Serves random requests of these kinds by both programs, with preemptions."""
+    rng = np.random.default_rng(0)
+    asks = engines.random_asks(rng, 12, scores=True, max_n=2 if kinds.grouped else 1)
+    if not kinds.sampled:
+        plain = [
+            Sampling.greedy(max_tokens=ask.sampling.max_tokens, n=ask.sampling.n)
+            for ask in asks
+        ]
+        asks = [ask._replace(sampling=x) for ask, x in zip(asks, plain, strict=True)]
+    if kinds.grouped:  # pages for two long answers
+        config = dataclasses.replace(config, num_pages=24)
+    rule = jaxkv.fcfs(**policy)
+    small, full = (
+        engines.serve(asks, config, rule, kinds=some, as_served=as_served)
+        for some in (kinds, None)
+    )
+    assert small.info.num_preempted.sum() > 0
+    leaves = (jax.tree.leaves((run.info, run.state)) for run in (small, full))
+    for one, other in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_steps_of_plain_requests() -> None:
+    check(RequestKinds(sampled=False, grouped=False), engines.TIGHT, as_served=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kinds", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    "config", [SWAPPING, engines.CACHED], ids=["swapping", "cached"]
+)
+def test_steps_of_fewer_kinds(
+    kinds: tuple[bool, bool], config: jaxkv.EngineConfig
+) -> None:
+    how = "swap" if config.max_swap_pages else "recompute"
+    check(RequestKinds(*kinds), config, as_served=True, preemption=how)
+
+
+@pytest.mark.parametrize(
+    ("ask", "expected"),
+    [
+        (Sampling.greedy(), (False, False)),
+        (Sampling.greedy(prompt_logprobs=True), (False, False)),
+        (Sampling(), (True, False)),
+        (Sampling.greedy(repetition_penalty=1.1), (True, False)),
+        (Sampling.greedy(presence_penalty=-0.1), (True, False)),
+        (Sampling.greedy(frequency_penalty=0.1), (True, False)),
+        (Sampling.greedy(logprobs=0), (True, False)),
+        (Sampling.greedy(n=2), (False, True)),
+        (Sampling(best_of=2), (True, True)),
+        (Sampling.greedy(beam_width=1), (False, True)),
+    ],
+)
+def test_kinds_of_a_request(ask: Sampling, expected: tuple[bool, bool]) -> None:
+    bounds: dict[str, Any] = {"max_logit_rows": 4, "max_beams": 1, "max_length": 32}
+    engine = jaxkv.Engine.load("stdlib-bytes", max_slots=2, num_pages=8, **bounds)
+    engine.submit([1, 2, 3], ask)
+    assert engine.tracker.request_kinds() == RequestKinds(*expected)
+
+
+def test_an_engine_prefers_compiled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = jaxkv.Engine.load("stdlib-bytes", max_slots=2, num_pages=8, max_length=32)
+    compiled: set[RequestKinds] = set()
+
+    def has_steps(rules: EngineRules, kinds: RequestKinds) -> bool:
+        return kinds in compiled
+
+    monkeypatch.setattr(engine._programs, "has_steps", has_steps)
+    plain = RequestKinds(sampled=False, grouped=False)
+    engine.submit([1, 2, 3], Sampling.greedy())
+    assert engine._kinds_to_run() == plain
+    compiled.add(ALL_KINDS)
+    assert engine._kinds_to_run() == ALL_KINDS
+    compiled.add(plain)
+    assert engine._kinds_to_run() == plain
+    # One program serves all requests that are not complete.
+    engine.submit([1, 2, 3], Sampling())
+    assert engine._kinds_to_run() == ALL_KINDS
+    compiled.clear()
+    assert engine._kinds_to_run() == RequestKinds(sampled=True, grouped=False)
