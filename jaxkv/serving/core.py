@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,6 @@ class EngineCore:
         """Tokens that end an answer."""
         self.rules = rules
         """The rules of the next steps."""
-        self.static: dict[str, Any] = {"config": config, "forward": parts.forward}
-        """Static arguments of the compiled steps, besides the rules."""
         self.trace = outputs.Trace()
         """Step infos of the calls read so far, as NumPy arrays, if they are kept."""
         self._vocab_size = parts.vocab_size
@@ -115,7 +113,8 @@ class EngineCore:
         programs, self.state = compiling.select_programs(
             parts.params, state, parts.mesh
         )
-        self._programs = compiling.EnginePrograms(programs, config, self.static)
+        static = {"config": config, "forward": parts.forward}
+        self._programs = compiling.EnginePrograms(programs, config, static)
         self._mesh = parts.mesh
         self._host = host_swap.HostSpace(host_pages, programs.move)
         self.tracker = RequestTracker(config)
@@ -392,18 +391,18 @@ class EngineCore:
 
     def lower(self, *, may_draft: bool = True) -> Any:
         """Returns the traced program of the steps."""
-        arguments = self.static | vars(self.rules) | {"may_draft": may_draft}
+        arguments = {**self.static, **vars(self.rules), "may_draft": may_draft}
         return self._programs.jitted.run_steps.lower(
             self.params, self.state, from_seconds(0.0), **arguments
         )
 
-    def compile(self) -> None:
-        """Compiles all programs, for requests of all kinds.
+    def compile(self, kinds: RequestKinds = ALL_KINDS) -> None:
+        """Compiles all programs, for requests of all kinds or of some.
 
         Without it, each program is compiled before its first use, and requests get the
         smallest program that serves all requests which are not complete.
         """
-        self._compile_steps(ALL_KINDS)
+        self._compile_steps(kinds)
         self._compile_drain(cancels=True)
 
     def _compile_steps(self, kinds: RequestKinds) -> None:
@@ -422,6 +421,16 @@ class EngineCore:
                 "cancel", self.state, names, names, eviction=eviction
             )
         self._programs.compile("drain", self.state)
+
+    @property
+    def static(self) -> Mapping[str, Any]:
+        """Static arguments of the compiled steps, besides the rules."""
+        return self._programs.static
+
+    @static.setter
+    def static(self, static: Mapping[str, Any]) -> None:
+        """Replaces the arguments, for example the forward pass to be timed."""
+        self._programs.static = static
 
     @property
     def compile_s(self) -> float:

@@ -207,8 +207,11 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[DecodeRow]:
 
         def begin(case: tuple[int, int]) -> list[JaxkvEngine | PeerEngine]:
             bounds = _bounds(config, *case)
+            label = f"batch {case[0]}, context {case[1]}"
+            progress.show(f"{label}: compiling jaxkv")
             jaxkv_row = JaxkvEngine(model, bounds, config.dtype, config.speculate)
             for one in (jaxkv_row, *peer_engines):
+                progress.show(f"{label}: first turn of {one.name}")
                 measure(case, one, 0.1)
             batch, context = case
             if config.parts and config.speculate is None and batch not in fixed:

@@ -13,12 +13,15 @@ import numpy as np
 
 from experiments.bench import peer_main
 from experiments.harness import CallTimes, host_share, record_call_times
-from jaxkv.engine import EngineConfig, EngineRules, StepInfo
+from jaxkv.engine import EngineConfig, EngineRules, RequestKinds, StepInfo
 from jaxkv.memory import Pages, Rows
 from jaxkv.models import Forward, ForwardResult, LoadedModel
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Engine
 from jaxkv.speculation import Method, ModelWeights, build_speculative, parse_speculation
+
+PLAIN = RequestKinds(sampled=False, grouped=False)
+"""Greedy requests of one answer, which is all that is timed."""
 
 
 class TurnTiming(NamedTuple):
@@ -53,7 +56,7 @@ def use_forward(engine: Engine, forward: Forward, **fields: Any) -> Generator[No
     """
     before = engine.static
     config = dataclasses.replace(before["config"], **fields)
-    engine.static = before | {"forward": forward, "config": config}
+    engine.static = {"forward": forward, "config": config}
     try:
         yield
     finally:
@@ -68,11 +71,17 @@ def skip_prefill(engine: Engine, forward: Forward, num_tokens: int) -> None:
       forward: forward pass without computation.
       num_tokens: total number of prompt tokens.
     """
-    engine.compile()  # the engine's own programs first
     budget = max(num_tokens, engine.config.token_budget)
     with use_forward(engine, forward, token_budget=budget, steps_per_call=1):
         engine.dispatch()
     engine.read(engine.unread[0])
+
+
+def prefill(engine: Engine) -> None:
+    """Runs calls until the only request has its first token."""
+    while not (engine.trace and engine.trace[-1].num_emitted.any()):
+        engine.dispatch()
+        engine.read(engine.unread[0])
 
 
 class DecodeCount(NamedTuple):
@@ -180,7 +189,7 @@ class JaxkvEngine:
         self._engine = Engine(parts, rules, keep_trace=True)
         self._host_shares: list[float | None] = []
         start_s = time.perf_counter()
-        self._engine.compile()
+        self._engine.compile(PLAIN)
         self.compile_s = time.perf_counter() - start_s
 
     @property
@@ -242,7 +251,7 @@ class JaxkvEngine:
         forward: Forward | None = None,
         note: bool = False,
     ) -> DecodeCount:
-        """Decodes after prompts that are not prefilled.
+        """Decodes after prompts; those of several sequences are not prefilled.
 
         Args:
           prompts: prompts, of which only the lengths are used.
@@ -258,8 +267,11 @@ class JaxkvEngine:
         num_tokens = min(max_tokens, first + num_tokens)
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
         ids = [served.submit(prompt, ask) for prompt in prompts]
-        num_read = len(prompts) * len(prompts[0])
-        skip_prefill(served, NoOpForward(self._vocab_size), num_read)
+        if len(prompts) == 1:  # fast, and without a further program
+            prefill(served)
+        else:
+            num_read = len(prompts) * len(prompts[0])
+            skip_prefill(served, NoOpForward(self._vocab_size), num_read)
         served.trace.clear()
         how = use_forward(served, forward or self.forward)
         with record_call_times(served) as calls, how:

@@ -22,19 +22,20 @@ class EnginePrograms:
     def __init__(
         self, programs: Programs, config: EngineConfig, static: Mapping[str, object]
     ):
-        """Compiles nothing; `static` are static arguments of all steps."""
+        """Compiles nothing."""
         self.jitted = programs
         """The jitted functions."""
         self.compile_s = 0.0
         """Seconds of compilation so far, including tracing."""
         self._config = config
-        self._static = static
+        self.static = static
+        """Static arguments of the steps, besides the rules; may be replaced."""
         self._steps: dict[tuple[object, ...], CompiledProgram] = {}
         self._others: dict[str, CompiledProgram] = {}
 
     def copy(self) -> "EnginePrograms":
         """Copies the programs compiled so far, for another engine of equal shapes."""
-        other = EnginePrograms(self.jitted, self._config, self._static)
+        other = EnginePrograms(self.jitted, self._config, self.static)
         other.compile_s = self.compile_s
         other._steps = {**self._steps}
         other._others = {**self._others}
@@ -80,7 +81,7 @@ class EnginePrograms:
                     modes = False, True
             for may_draft in modes:
                 static = {
-                    **self._static,
+                    **self.static,
                     "logits_fn": rules.logits_fn,
                     "speculation": speculation,
                     "may_draft": may_draft,
@@ -111,14 +112,14 @@ class EnginePrograms:
         arrays = {"policy": rules.policy, "eviction": rules.eviction}
         return program(params, state, from_seconds(now), **arrays)
 
-    @staticmethod
     def _step_key(
-        rules: EngineRules, kinds: RequestKinds, may_draft: bool
+        self, rules: EngineRules, kinds: RequestKinds, may_draft: bool
     ) -> tuple[object, ...]:
         """Returns all that a program of steps depends on, besides the engine."""
         leaves, tree = jax.tree.flatten((rules.policy, rules.eviction))
         shapes = tuple(map(jax.typeof, leaves))
-        return tree, shapes, rules.logits_fn, rules.speculation, kinds, may_draft
+        static = *self.static.values(), rules.logits_fn, rules.speculation
+        return tree, shapes, *static, kinds, may_draft
 
     @contextlib.contextmanager
     def _counting(self) -> Generator[None]:

@@ -82,7 +82,7 @@ def test_jaxkv_and_installed_peers_are_timed(fake: Path, jaxkv: Command) -> None
     assert ours["compile_s"] > 0
     assert ours["step_s"] == pytest.approx(2 / ours["decode_tokens_per_s"])
     assert ours["peak_bytes"] > 1e7
-    assert theirs_too["version"] == "config.json model.safetensors"
+    assert theirs_too["version"] == "SHA256SUMS config.json model.safetensors"
     assert peer_rows["decode_tokens_per_s"] == 2 * 16 / 2.0
     assert peer_rows["prefill_tokens_per_s"] == 2 * 8 / 0.5
     assert peer_rows["ratio"] == peer_rows["prefill_ratio"] == 1
