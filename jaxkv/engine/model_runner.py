@@ -297,7 +297,9 @@ def _pack(
         num_packed = config.token_budget
         length = config.max_drafts
         if config.numerics == "reproducible":
-            num_packed = -(-num_packed // ROW_TILE) * ROW_TILE
+            # At least two tiles: the slice of a single one does not change from trip to
+            # trip, so XLA would compile another program of it, with other rounding.
+            num_packed = max(2, -(-num_packed // ROW_TILE)) * ROW_TILE
         # All pairs, not `cumsum`: XLA's kernel for that loses the named scope.
         upto = jnp.tri(config.max_slots, dtype=jnp.bool_)
         end = jnp.sum(jnp.where(upto, num_rows, 0), axis=1, dtype=jnp.int32)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv.sampling import Sampling
 from tests.support import engines, margins
 from tests.support.batches import (
@@ -60,6 +61,31 @@ def test_no_bit_depends_on_the_batch(
         assert all(num_preempted[name] > 5 for name in ("8 slots", "large budget"))
     else:
         assert sum(times > 20 for times in num_preempted.values()) >= 3
+
+
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        pytest.param((128, 64), marks=pytest.mark.thorough),
+        pytest.param((128, 32, 65, 100, 192), marks=pytest.mark.slow),
+    ],
+)
+def test_no_bit_depends_on_the_token_budget(budgets: tuple[int, ...]) -> None:
+    """One tile of rows, part of one, and several, of the bundled model."""
+    prompts = ["def read_lines(path):\n", "class Stack:\n    def push(", "import os\n"]
+    ask = Sampling.greedy(max_tokens=24, logprobs=0)
+    scores = []
+    for budget in budgets:
+        engine = jaxkv.Engine.load(
+            "stdlib-bytes",
+            max_slots=3,
+            num_pages=32,
+            max_length=64,
+            token_budget=budget,
+            numerics="reproducible",
+        )
+        scores.append([x.logprobs for x in engine.generate(prompts, ask)])
+    assert all(other == scores[0] for other in scores), scores
 
 
 @pytest.mark.thorough
