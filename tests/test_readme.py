@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from experiments.examples import (
     serve_your_own_model,
     simulate_a_policy,
 )
+from jaxkv import memory
 from scaling.shapes import CONFIGS
 from tests.support import engines, pages
 from tests.support.folders import RECORDS, ROOT
@@ -74,6 +76,39 @@ def test_policy_simulation_example(capsys):
     assert (np.diff(latency, axis=0) < 1e-3).all()
     assert (np.diff(latency, axis=1) > 0).all()
     assert capsys.readouterr().out.count("[") == 4
+
+
+def test_one_layer_model_of_the_example() -> None:
+    """The logits of a prompt equal those of one causal layer in NumPy."""
+    rng = np.random.default_rng(0)
+    shapes = {"embed": (50, 16), "query": (16, 16), "key": (16, 16), "value": (16, 16)}
+    params = {
+        name: rng.normal(0, 1, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    token = np.array([3, 1, 4, 1, 5], np.int32)
+    place = np.arange(5, dtype=np.int32)
+    x = params["embed"][token]
+    q, k, v = (
+        (x @ params[name]).reshape(5, 2, 8) for name in ("query", "key", "value")
+    )
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(8)
+    scores = np.exp(np.where(place[:, None] >= place, scores, -np.inf))
+    mixed = np.einsum("hqk,khd->qhd", scores / scores.sum(-1, keepdims=True), v)
+    expected = (x + mixed.reshape(5, 16)) @ params["embed"].T
+    pages = memory.make_pages(
+        num_layers=1,
+        num_pages=1,
+        num_kv_heads=2,
+        page_size=16,
+        head_dim=8,
+        dtype="float32",
+    )
+    table = np.zeros((5, 1), np.int32)
+    forward = jax.jit(serve_your_own_model.one_layer_model)
+    rows: Any = (token, place, None, table, place)
+    logits = forward(params, pages, memory.Rows(*rows)).logits
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.thorough

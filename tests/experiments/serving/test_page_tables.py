@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -157,34 +158,38 @@ def test_a_language_divides_probability_among_next_words() -> None:
 
 def test_the_page_table_determines_the_next_word() -> None:
     language = SentenceLanguage({"a b c": 1.0, "d b e": 1.0}, 4)
-    pages = make_pages(
-        num_layers=1,
-        num_pages=3,
-        num_kv_heads=1,
-        page_size=1,
-        head_dim=1,
-        dtype="float32",
-    )
     a, b, d = language.encode("a b d")
-    first = Rows(
-        token=jnp.asarray([a, d], jnp.int32),
-        position=jnp.asarray([0, 0], jnp.int32),
-        slot=None,
-        page_ids=jnp.asarray([[0], [1]], jnp.int32),
-        logit_rows=jnp.asarray([-1], jnp.int32),
-    )
-    words = first.token.astype(jnp.float32)[:, None, None]
-    pages = pages.layout.write(pages, 0, words, words, first)
-    rows = Rows(
-        token=jnp.asarray([b, b], jnp.int32),
-        position=jnp.asarray([1, -1], jnp.int32),
-        slot=None,
-        page_ids=jnp.asarray([[0, 2, NO_PAGE, NO_PAGE], [NO_PAGE] * 4], jnp.int32),
-        logit_rows=jnp.asarray([0, -1], jnp.int32),
-    )
-    for first, following in ((0, "c"), (1, "e")):
-        table = rows.page_ids.at[0, 0].set(first)
-        result = SentenceModel(language=language)(
-            None, pages, rows._replace(page_ids=table)
+
+    @jax.jit
+    def next_word(first_page: jax.Array) -> jax.Array:
+        pages = make_pages(
+            num_layers=1,
+            num_pages=3,
+            num_kv_heads=1,
+            page_size=1,
+            head_dim=1,
+            dtype="float32",
         )
-        assert language.words[int(result.logits[0].argmax())] == following
+        first = Rows(
+            token=jnp.asarray([a, d], jnp.int32),
+            position=jnp.asarray([0, 0], jnp.int32),
+            slot=None,
+            page_ids=jnp.asarray([[0], [1]], jnp.int32),
+            logit_rows=jnp.asarray([-1], jnp.int32),
+        )
+        words = first.token.astype(jnp.float32)[:, None, None]
+        pages = pages.layout.write(pages, 0, words, words, first)
+        # The third page contains a word that is no part of the text yet.
+        table = jnp.asarray([[0, 2, 1, NO_PAGE], [NO_PAGE] * 4], jnp.int32)
+        rows = Rows(
+            token=jnp.asarray([b, b], jnp.int32),
+            position=jnp.asarray([1, -1], jnp.int32),
+            slot=None,
+            page_ids=table.at[0, 0].set(first_page),
+            logit_rows=jnp.asarray([0, -1], jnp.int32),
+        )
+        result = SentenceModel(language=language)(None, pages, rows)
+        return result.logits[0].argmax()
+
+    for first_page, following in ((0, "c"), (1, "e")):
+        assert language.words[int(next_word(np.int32(first_page)))] == following

@@ -6,13 +6,16 @@ import math
 import numpy as np
 import pytest
 
-from experiments.training.known_entropy import experiment
+from experiments.training.known_entropy import experiment, runs
 from experiments.training.known_entropy.experiment import CONFIGS
 from experiments.training.known_entropy.runs import train_language
 from jaxkv.progress import QUIET
+from scaling import corpora
 from scaling.corpora import LanguageConfig
+from scaling.sweeps import FinishedRun
 from tests.support import smoke
 from tests.support.impatience import Stopping
+from tests.support.mutation import replace
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +79,26 @@ def test_counting_costs_half_a_nat_per_parameter(result: experiment.Result) -> N
     assert last == pytest.approx(7.5, rel=0.15)
 
 
-def test_a_stopped_run_keeps_finished_runs() -> None:
+def test_a_stopped_run_keeps_finished_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    smoke_config = CONFIGS["smoke"]
+    source = dataclasses.replace(smoke_config.source, seed=3)
+    config = dataclasses.replace(smoke_config, source=source, seed=5)
+    seeds = []
+
+    def describe(end: FinishedRun) -> str:
+        seeds.append(end.run.seed)
+        return ""
+
+    replace(monkeypatch, runs, "describe_run", describe)
     # The first run is that on the independent source.
-    stopped_result = experiment.run(CONFIGS["smoke"], Stopping(3, "show"))
+    stopped_result = experiment.run(config, Stopping(3, "show"))
+    assert seeds == [5, 5, 5]
+    probs = corpora.zipf_probabilities(source.vocab_size, source.exponent)
+    size = config.repeats, config.counted[0]
+    counts = np.random.default_rng([3, 4]).multinomial(size[1], probs, size[0]) + 0.5
+    nats = -np.log(counts / (size[1] + source.vocab_size / 2)) @ probs
+    excess = nats.mean() + np.log(probs) @ probs
+    assert stopped_result.counts.excess[0] == pytest.approx(excess, rel=1e-9)
     assert len(stopped_result.runs.loss) == 2
     assert not stopped_result.fit.identified
     assert experiment.metrics(stopped_result)["floor"] == stopped_result.optima[-1]

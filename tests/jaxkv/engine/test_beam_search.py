@@ -1,12 +1,17 @@
 """Beam search in the engine: transformers' answers, in any batch."""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import clock, scheduling
+from jaxkv import clock, sampling, scheduling
+from jaxkv.engine import EngineConfig, EngineState, beam_search, init
+from jaxkv.engine.state import LENGTH_REACHED, NOT_ENDED, STOPPED
+from jaxkv.memory import make_pages
 from jaxkv.models import PagedForward, load_model
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import fcfs
@@ -86,6 +91,92 @@ def test_a_search_ends_where_logits_are_not_finite() -> None:
     run = engines.serve(searches, ROOMY, model=loaded.config, weights=weights)
     assert {outcome.reason for outcome in run.outcomes.values()} == {"nan"}
     assert not any(run.tokens.values())
+
+
+BY_HAND = EngineConfig(
+    num_pages=4,
+    page_size=4,
+    max_slots=4,
+    max_length=8,
+    max_sequences=4,
+    token_budget=4,
+    max_stop_tokens=1,
+    max_beams=2,
+)
+
+
+@jax.jit
+def step_by_hand(state: EngineState, probs: Any) -> tuple[EngineState, jax.Array]:
+    """Writes the last token of each slot, then advances the searches."""
+    length = state.slots.num_tokens
+    state = state._replace(table=state.table._replace(length=length))
+    return beam_search.step_beams(
+        state,
+        jnp.log(probs),
+        length > 0,
+        lambda logits: sampling.choices(logits, max_beams=2, max_stops=1),
+        BY_HAND,
+    )
+
+
+@jax.jit
+def start_by_hand() -> EngineState:
+    """Two beams with a limit of two tokens, one with three, and an empty slot."""
+    pages = make_pages(
+        num_layers=1,
+        num_pages=4,
+        num_kv_heads=1,
+        page_size=4,
+        head_dim=1,
+        dtype="float32",
+    )
+    state = init(BY_HAND, pages)
+    rows = jnp.arange(3, dtype=jnp.int32)
+    group = jnp.asarray([0, 0, 2, 3], jnp.int32)
+    sample = jnp.asarray([0, 1, 0, 0], jnp.int32)
+    s = state.sequences
+    tokens = s.tokens.at[:2, :2].set(7).at[2, 0].set(8)
+    assert state.search is not None
+    return state._replace(
+        search=state.search._replace(width=jnp.asarray([2, 2, 1, 0], jnp.int32)),
+        sequences=s._replace(
+            tokens=tokens,
+            group=group,
+            prompt_length=jnp.asarray([2, 2, 1, 0], jnp.int32),
+            limit=jnp.asarray([4, 4, 4, 0], jnp.int32),
+            stop_tokens=s.stop_tokens.at[2].set(0),
+            params=s.params._replace(sample=sample),
+        ),
+        pool=state.pool._replace(ref=jnp.asarray([1, 1, 1, 0], jnp.int32)),
+        table=state.table._replace(page_ids=state.table.page_ids.at[:3, 0].set(rows)),
+    ).with_slots(
+        state.slots._replace(
+            sequence=jnp.asarray([0, 1, 2, -1], jnp.int32),
+            num_tokens=jnp.asarray([2, 2, 1, 0], jnp.int32),
+        )
+    )
+
+
+def test_a_limit_ends_beams_that_have_not_stopped() -> None:
+    first = [[0.1, 0.5, 0.3, 0.1]] * 4
+    second = [
+        [0.2, 0.1, 0.1, 0.6],
+        [0.1, 0, 0.9, 0],
+        [0.7, 0.1, 0.1, 0.1],
+        [1, 0, 0, 0],
+    ]
+    state, reason = step_by_hand(start_by_hand(), np.array(first, np.float32))
+    assert reason.tolist() == [NOT_ENDED] * 4
+    assert state.slots.num_tokens.tolist() == [3, 3, 2, 0]
+    # 0.30 is the first beam with 3, 0.27 the second one with 2.
+    state, reason = step_by_hand(state, np.array(second, np.float32))
+    assert reason.tolist() == [LENGTH_REACHED, LENGTH_REACHED, STOPPED, NOT_ENDED]
+    assert state.slots.num_tokens.tolist() == [4, 4, 3, 0]
+    tokens = np.asarray(state.sequences.tokens)
+    assert tokens[:2, :4].tolist() == [[7, 7, 1, 3], [7, 7, 2, 2]]
+    assert tokens[2, :3].tolist() == [8, 1, 0]
+    expected = np.log([0.3, 0.27, 0.35]) / 2
+    np.testing.assert_allclose(state.sequences.score[:3], expected, rtol=1e-5)
 
 
 def test_wider_than_the_engine_is_refused() -> None:

@@ -13,6 +13,7 @@ from matplotlib import pyplot as plt
 
 from scaling.cli import FitConfig
 from scaling.cli.fit import drawing, fitting, grids, report
+from scaling.cli.fit.groups import FitGroup
 from scaling.cli.fit.report import metrics, summary
 from scaling.fits import (
     Objective,
@@ -22,8 +23,15 @@ from scaling.fits import (
     profile,
 )
 from scaling.fits import fit as fit_law
-from scaling.frontiers import Frontier, PowerLaw, frontier_set
+from scaling.frontiers import (
+    Frontier,
+    PowerLaw,
+    bootstrap_frontier,
+    frontier_set,
+    isoflop,
+)
 from scaling.frontiers.frontier import Minima
+from scaling.frontiers.groups import find_run_groups
 from scaling.laws import CHINCHILLA, simulate_isoflop_runs
 from scaling.logs import read_log
 from tests.support import traces
@@ -504,3 +512,35 @@ def test_disjoint_intervals_give_a_warning() -> None:
     assert not report.disjoint_intervals([], apart)
     other = parabola._replace(method="x", num_params=PowerLaw(1.0, 0.5, (0.49, 0.51)))
     assert report.disjoint_intervals([], apart._replace(frontiers=[parabola, other]))
+
+
+def test_parabolas_of_two_parts_are_drawn_through_their_own_runs() -> None:
+    """Losses are parabolas in log N; the last run is held out."""
+    place = np.repeat([7.9, 8.1, 7.8, 8.2], 5)
+    flops = np.repeat([1e18, 1e19, 2e18, 2e19], 5)
+    num_params = np.tile(np.geomspace(1e7, 1e9, 5), 4)
+    losses = 3 + 0.5 * (np.log10(num_params) - place) ** 2
+    parts = []
+    for first in (0, 10):
+        some = slice(first, first + 10)
+        n, c = num_params[some], flops[some]
+        groups = find_run_groups(n, c / 6 / n, c, losses[some])
+        frontier = bootstrap_frontier(
+            frontier_set.PARABOLA,
+            isoflop.by_parabola(groups),
+            groups.flops,
+            groups.strata,
+            resamples=0,
+        )
+        rows = (np.arange(21) >= first) & (np.arange(21) < first + 10)
+        rows[20] = first == 10
+        frontiers = frontier_set.FrontierSet(groups, [frontier], [], None, [], [])
+        parts.append(FitGroup("", rows, [], frontiers))
+    drawn = grids.find_parabolas(parts, np.arange(21) < 20)
+    assert drawn.group.tolist() == [*np.repeat(np.arange(4), 5), -1]
+    x, y = drawn.curves
+    np.testing.assert_allclose(x[:, [0, -1]], [[1e7, 1e9]] * 4)
+    expected = 3 + 0.5 * (np.log10(x) - place[::5, None]) ** 2
+    np.testing.assert_allclose(y, expected, rtol=1e-9)
+    np.testing.assert_allclose(drawn.minima.x, 10 ** place[::5], rtol=1e-9)
+    np.testing.assert_allclose(drawn.minima.y, 3, rtol=1e-9)

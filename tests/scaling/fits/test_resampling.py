@@ -1,6 +1,7 @@
 """Draws of resamples and the width of intervals: exact, then with seeded bugs."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,31 @@ def test_a_resample_draws_whole_runs_as_many_as_there_are() -> None:
     assert by_run.mean(axis=0) == pytest.approx(np.ones(12), abs=0.2)
     left_out = np.mean(np.isclose(by_run, 0))
     assert left_out == pytest.approx((11 / 12) ** 12, abs=0.03)
+
+
+@pytest.mark.parametrize(("delta", "variance"), [(1e-6, 1), (0.8, 0.8 / 3 + 0.2)])
+def test_the_variance_of_a_mean_is_that_of_huber(
+    monkeypatch: pytest.MonkeyPatch, delta: float, variance: float
+) -> None:
+    """Residuals are uniform in (-1, 1); variances are E[psi^2] / E[psi']^2.
+
+    For a small delta that is the variance of the median, 1 / 4 f(0)^2 with f = 1 / 2.
+    """
+    num = 10_001
+    residuals = np.linspace(-1, 1, num)
+    slopes = np.ones((num, 1))
+    problem: Any = SimpleNamespace(
+        free=np.array([True]),
+        box=(-np.inf, np.inf),
+        objective=levenberg_marquardt.Objective(delta=delta),
+        runs=SimpleNamespace(weights=np.ones(num), cluster=np.arange(num)),
+    )
+    monkeypatch.setattr(intervals, "_linearised", lambda *_: (residuals, slopes))
+    _, covariance = intervals.curvature(problem, np.zeros(1))
+    assert float(covariance[0, 0]) * num == pytest.approx(variance, rel=5e-3)
+    rng: Any = SimpleNamespace(multivariate_normal=lambda _, spread, *__: spread)
+    spread = intervals.draw_normal(problem, np.zeros(1), 1, rng)
+    assert float(spread[0, 0]) * num == pytest.approx(variance, rel=5e-3)
 
 
 def test_an_interval_has_its_level() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from scipy import special
 from scipy.interpolate import Akima1DInterpolator
 
 from scaling.frontiers import (
@@ -12,6 +13,8 @@ from scaling.frontiers import (
     bootstrap_frontier,
     envelope,
     isoflop,
+    parabola,
+    variable_projection,
     vertex_shift,
 )
 from scaling.frontiers.frontier import (
@@ -128,6 +131,28 @@ def test_the_vertex_shift_in_closed_form() -> None:
     np.testing.assert_allclose(shift(0.3, 0.3, 2.0, 5), 0, atol=1e-15)
     with pytest.raises(ValueError, match="must be above 0"):
         shift(0.3, 0.0, 1.0, 9)
+
+
+def test_a_parabola_is_evaluated_at_its_samples() -> None:
+    x = np.array([7.0, 7.5, 8.5, 9.0])
+    y = 3 + 0.5 * (x - 7.8) ** 2
+    np.testing.assert_allclose(parabola.evaluate_parabola(x, y), y, rtol=1e-12)
+
+
+def test_the_cost_of_a_robust_surface_is_hubers() -> None:
+    rng = np.random.default_rng(0)
+    log_n, log_d = rng.uniform(16, 24, (2, 12))
+    loss = 1.7 + np.exp(5 - 0.3 * log_n) + np.exp(6 - 0.3 * log_d)
+    points = variable_projection.SurfacePoints(
+        log_n, log_d, loss * np.exp(rng.normal(0, 0.02, 12))
+    )
+    weights = rng.uniform(0.5, 2, (2, 12))
+    surface, costs = variable_projection._reweight(points, weights, (0.3, 0.3), 0.01)
+    residuals = np.expm1(surface.log_residuals(points))
+    is_linear = np.abs(residuals) > 0.01
+    assert 2 < is_linear.sum() < 22
+    expected = (weights * special.huber(0.01, residuals)).sum(1)
+    np.testing.assert_allclose(costs, expected, rtol=1e-12)
 
 
 def test_groups_without_a_minimum_are_refused() -> None:

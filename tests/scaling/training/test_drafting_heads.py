@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,11 @@ def test_invalid_recipes_are_refused(depth: int, decay: float) -> None:
         drafting_heads.HeadRecipe(run=run, depth=depth, decay=decay)
 
 
-def test_steps_are_scaled_by_the_learning_rate(tmp_path: Path) -> None:
+def test_losses_are_means_and_steps_scaled_by_the_learning_rate(
+    tmp_path: Path,
+) -> None:
     heads = dataclasses.replace(HEADS["medusa"], target=LEARNT)
-    how = recipe(texts.write_functions(tmp_path / "text"), 4)
+    how = recipe(texts.write_functions(tmp_path / "text"), 8)
     target = init_params(LEARNT, jax.random.key(1))
     head_run = drafting_heads.train_heads(
         how, heads, target, open_corpus(how.run.corpus)
@@ -203,4 +206,8 @@ def test_steps_are_scaled_by_the_learning_rate(tmp_path: Path) -> None:
     before = heads.init_params(jax.random.key(how.run.seed))
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(head_run.params), strict=True)
     moved = max(np.abs(new - old).max() for old, new in pairs)
-    assert 0 < moved < 4 * 2 * how.run.learning_rate
+    assert 0 < moved < 8 * 2 * how.run.learning_rate
+    # New models predict all tokens alike, and each report is of two steps.
+    uniform = math.log(LEARNT.vocab_size)
+    losses = [line["loss"] for line in head_run.curve]
+    assert losses == pytest.approx([uniform] * 4, rel=0.1)
