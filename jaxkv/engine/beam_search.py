@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxkv import arrays, memory, sampling
-from jaxkv.engine.groups import find_slot_groups, is_beam
+from jaxkv import arrays, ledger, memory, sampling
+from jaxkv.engine.groups import group_of_slots, is_beam
 from jaxkv.engine.state import (
     LENGTH_REACHED,
     NOT_A_NUMBER,
@@ -27,7 +27,7 @@ from jaxkv.engine.state import (
     EngineState,
     Sequences,
 )
-from jaxkv.ledger import NO_SEQUENCE
+from jaxkv.ledger import NO_SEQUENCE, Groups
 from jaxkv.sampling import BeamParams, Beams, advance_beams, follow_parents
 
 
@@ -43,13 +43,14 @@ class BeamGroups(NamedTuple):
     """Slot of each beam, or `NO_SEQUENCE`."""
 
 
-def find_beams(state: EngineState, max_beams: int) -> BeamGroups:
-    """Finds the beams of each request in the slots."""
+def find_beams(
+    state: EngineState, first: Int32[Array, " slots"], max_beams: int
+) -> BeamGroups:
+    """Finds the beams of each request in the slots; `first` as in `Groups`."""
     s = state.sequences
     sequence = state.slots.sequence
     row = jnp.maximum(sequence, 0)
     is_in_beam = is_beam(state)
-    first = find_slot_groups(state).first
     every = jnp.arange(first.shape[0], dtype=jnp.int32)
     at = (jnp.where(is_in_beam, first, NO_SEQUENCE), s.params.sample[row])
     no_slots = jnp.full((first.shape[0], max_beams), NO_SEQUENCE, jnp.int32)
@@ -101,8 +102,8 @@ def _search(
     """Advances the searches, then slots and histories; returns as `step_beams`."""
     s = state.sequences
     sequence = state.slots.sequence
-    beam_groups = find_beams(state, config.max_beams)
-    first = find_slot_groups(state).first
+    first = ledger.find_groups(group_of_slots(state)).first
+    beam_groups = find_beams(state, first, config.max_beams)
     sample = s.params.sample[sequence]
     after, parents, tokens, active = _step(state, beam_groups, choices, is_beam_row)
     is_searched = is_beam_row & active[first]
@@ -133,7 +134,7 @@ def _search(
     s = s._replace(tokens=arrays.put(s.tokens, (row, place), tokens[first, sample]))
     slots = state.slots._replace(num_tokens=num_tokens + is_searched.astype(jnp.int32))
     state = state._replace(search=new, sequences=s).with_slots(slots)
-    return _finish(state, beam_groups, done, config)
+    return _finish(state, first, beam_groups, done, config)
 
 
 def _step(
@@ -167,6 +168,7 @@ def _step(
 
 def _finish(
     state: EngineState,
+    first: Int32[Array, " slots"],
     beam_groups: BeamGroups,
     done: Bool[Array, " slots"],
     config: EngineConfig,
@@ -175,7 +177,6 @@ def _finish(
     search = state.search
     sequence = state.slots.sequence
     assert search is not None
-    first = find_slot_groups(state).first
     row = jnp.maximum(sequence, 0)
     sample = state.sequences.params.sample[row]
     lead = jnp.maximum(beam_groups.lead, 0)
@@ -211,7 +212,10 @@ def _finish(
 
 
 def store_paths(
-    state: EngineState, preempted: Bool[Array, " slots"], config: EngineConfig
+    state: EngineState,
+    preempted: Bool[Array, " slots"],
+    group: Groups,
+    config: EngineConfig,
 ) -> EngineState:
     """Stores the tokens of preempted beams in `Search.path`, to be fed again.
 
@@ -225,8 +229,7 @@ def store_paths(
         assert state.search is not None
         s = state.sequences
         sequence = state.slots.sequence
-        beam_groups = find_beams(state, config.max_beams)
-        first = find_slot_groups(state).first
+        beam_groups = find_beams(state, group.first, config.max_beams)
         sample = s.params.sample[jnp.maximum(sequence, 0)]
         slot = jnp.maximum(beam_groups.slot, 0)
         rows = sequence[slot]
@@ -234,10 +237,10 @@ def store_paths(
         beam = jnp.arange(config.max_beams, dtype=jnp.int32)
         ends = jnp.broadcast_to(beam, rows.shape)
         held = jax.vmap(follow_parents)(state.search.parents[rows], ends, num_tokens)[
-            first, sample
+            group.first, sample
         ]
         place = jnp.arange(config.max_length, dtype=jnp.int32)[None, :]
-        holder = jnp.take_along_axis(rows[first], jnp.maximum(held, 0), axis=1)
+        holder = jnp.take_along_axis(rows[group.first], jnp.maximum(held, 0), axis=1)
         tokens = s.tokens[holder, jnp.broadcast_to(place, holder.shape)]
         return arrays.put(path, jnp.where(lost, sequence, NO_SEQUENCE), tokens)
 

@@ -65,11 +65,6 @@ def group_of_slots(state: EngineState) -> Int32[Array, " slots"]:
     return arrays.take(state.sequences.group, state.slots.sequence, fill=NO_SEQUENCE)
 
 
-def find_slot_groups(state: EngineState) -> Groups:
-    """Finds the groups of the slots."""
-    return ledger.find_groups(group_of_slots(state))
-
-
 def find_forks(
     state: EngineState, num_rows: Int32[Array, " slots"], kinds: RequestKinds
 ) -> Int32[Array, " slots"]:

@@ -133,7 +133,7 @@ def _preempt_and_admit(
     plan = ledger.preempt_groups(plan, state.slots, group)
     is_preempted = plan.preempt
     # Pages are released before the slots move: the page table is indexed by slot.
-    state = beam_search.store_paths(state, is_preempted, config)
+    state = beam_search.store_paths(state, is_preempted, group, config)
     num_common = groups.num_common(state, is_preempted, group)
     state, leaves, moved = swapping.swap_out(state, plan.swap, first_sequence, config)
     at = jnp.where(leaves, state.slots.sequence, NO_SEQUENCE)
