@@ -6,6 +6,7 @@ import functools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,12 +129,20 @@ def syntax_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+def statements(body: list[Any]) -> Iterator[ast.AST]:
+    """Yields the statements, those in functions and branches included."""
+    for node in body:
+        yield node
+        for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+            yield from statements(getattr(node, field, []))
+
+
 @functools.cache
 def imports(path: Path, *, lazy: bool = True) -> list[tuple[int, str]]:
     """Returns line and dotted name of every import; lazy ones (in functions) too."""
     tree = syntax_tree(path)
     entries = []
-    for node in ast.walk(tree) if lazy else tree.body:
+    for node in statements(tree.body) if lazy else tree.body:
         if isinstance(node, ast.Import):
             entries += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

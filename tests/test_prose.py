@@ -5,11 +5,13 @@ Prose is docstrings, comments, string literals, TOML and Markdown. Generated rep
 """
 
 import ast
+import functools
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -30,14 +32,16 @@ MAX_VAGUE = 15.0
 SKIPPED = re.compile(r"experiments/(records/.+/report\.md|RESULTS\.md|LOG\.md)$")
 
 
-def _texts(package: str) -> Iterator[str]:
-    """Yields the prose of a package or page, piece by piece."""
+@functools.cache
+def _texts(package: str) -> list[str]:
+    """Returns the prose of a package or page, piece by piece."""
     top = ROOT / package
+    texts = []
     for path in [top] if top.is_file() else sorted(top.rglob("*")):
         if SKIPPED.search(path.as_posix()):
             continue
         if path.suffix in (".md", ".toml"):
-            yield path.read_text(encoding="utf-8")
+            texts.append(path.read_text(encoding="utf-8"))
         elif path.suffix == ".py":
             source = io.StringIO(path.read_text(encoding="utf-8"))
             for token in tokenize.generate_tokens(source.readline):
@@ -46,7 +50,8 @@ def _texts(package: str) -> Iterator[str]:
                     tokenize.STRING,
                     tokenize.FSTRING_MIDDLE,
                 ):
-                    yield token.string
+                    texts.append(token.string)
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -54,14 +59,14 @@ def _texts(package: str) -> Iterator[str]:
     ["jaxkv", "pallas_kernels", "scaling", "experiments", "README.md", "docs"],
 )
 def test_watched_and_vague_words_are_rare(package: str) -> None:
-    words = [
+    words = Counter(
         word.lower()
         for text in _texts(package)
         for word in re.findall(r"[A-Za-z][A-Za-z']*", text)
-    ]
+    )
     for listed, limit in ((WATCHED, MAX_WATCHED), (VAGUE, MAX_VAGUE)):
-        counts = {word: words.count(word) for word in listed if word in words}
-        share = 10_000 * sum(counts.values()) / len(words)
+        counts = {word: words[word] for word in listed if word in words}
+        share = 10_000 * sum(counts.values()) / words.total()
         assert share <= limit, (package, share, counts)
 
 
@@ -72,14 +77,9 @@ FOREIGN = {"Axes", "GenerationMixin", "Scheduler"}
 def test_named_attributes_exist() -> None:
     packages = ["jaxkv", "pallas_kernels", "scaling", "experiments"]
     words: dict[str, set[str]] = {}
-    for path in (x for package in packages for x in (ROOT / package).rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef):
-                lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-                words[node.name] = {*re.findall(r"\w+", "\n".join(lines))}
-                if {ast.unparse(x) for x in node.bases} - {"NamedTuple", "Protocol"}:
-                    words[node.name].add("*")  # may inherit any attribute
+    for package in packages:
+        for module in _modules(package):
+            words |= module.classes
     unknown = [
         f"{name}.{attribute}"
         for package in [*packages, "README.md", "docs"]
@@ -117,25 +117,69 @@ SHARED_CONSTANTS = frozenset(
 """Constants that several files of the library define, with one meaning."""
 
 
-def _bindings(tree: ast.Module) -> Iterator[str]:
-    """Yields every name that a module binds, parameters included."""
+class _Module(NamedTuple):
+    """Counts of a file. Its syntax tree is not kept, since all of them are large."""
+
+    num_lines: int
+    names: list[str]
+    """Every name that the module binds, parameters included."""
+    num_tuples: int
+    num_any: int
+    classes: dict[str, set[str]]
+    """Words of each class; `*` if it may inherit any attribute."""
+    constants: set[str]
+
+
+@functools.cache
+def _modules(package: str) -> list[_Module]:
+    return [_read_module(path) for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def _read_module(path: Path) -> _Module:
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    names = []
+    annotations = []
+    num_tuples = 0
+    classes = {}
+    tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                names.append(node.id)
         elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name
+            names.append(node.arg)
+            annotations.append(node.annotation)
+        elif isinstance(node, ast.AnnAssign):
+            annotations.append(node.annotation)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.append(node.name)
+            annotations.append(node.returns)
+        elif isinstance(node, ast.ClassDef):
+            names.append(node.name)
+            words = re.findall(
+                r"\w+", "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            )
+            inherits = {ast.unparse(x) for x in node.bases} - {"NamedTuple", "Protocol"}
+            classes[node.name] = {*words, *("*" if inherits else "")}
+        elif isinstance(node, ast.Assign):
+            num_tuples += _is_tuple_assignment(node)
         elif isinstance(node, ast.alias) and node.asname:
-            yield node.asname
-
-
-def _annotations(tree: ast.Module) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns:
-            yield node.returns
-        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
-            yield node.annotation
+            names.append(node.asname)
+    num_any = sum(map(_count_any, filter(None, annotations)))
+    targets = [
+        node.targets[0] if isinstance(node, ast.Assign) else node.target
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+    ]
+    constants = {
+        name.id.strip("_")
+        for target in targets
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name) and name.id.strip("_").isupper()
+    }
+    num_lines = source.count("\n")
+    return _Module(num_lines, names, num_tuples, num_any, classes, constants)
 
 
 def _count_any(annotation: ast.expr) -> int:
@@ -150,9 +194,9 @@ def _count_any(annotation: ast.expr) -> int:
     )
 
 
-def _is_tuple_assignment(node: ast.AST) -> bool:
+def _is_tuple_assignment(node: ast.Assign) -> bool:
     """Returns True for `a, b = x, y`; swaps and unpacked calls have another form."""
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+    if not isinstance(node.value, ast.Tuple):
         return False
     [target, *others] = node.targets
     if others or not isinstance(target, ast.Tuple):
@@ -164,15 +208,10 @@ def _is_tuple_assignment(node: ast.AST) -> bool:
 
 @pytest.mark.parametrize("package", [*MAX_ANY, "tests"])
 def test_identifiers_are_nouns(package: str) -> None:
-    num_lines = 0
-    num_tuples = 0
-    names: list[str] = []
-    for path in sorted((ROOT / package).rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
-        num_lines += source.count("\n")
-        names += _bindings(tree)
-        num_tuples += sum(map(_is_tuple_assignment, ast.walk(tree)))
+    modules = _modules(package)
+    num_lines = sum(module.num_lines for module in modules)
+    num_tuples = sum(module.num_tuples for module in modules)
+    names = [name for module in modules for name in module.names]
     indefinite = [name for name in names if name.strip("_") in INDEFINITE]
     assert 100 * len(indefinite) / len(names) <= MAX_INDEFINITE, package
     assert 1000 * num_tuples / num_lines <= MAX_TUPLES, package
@@ -180,31 +219,18 @@ def test_identifiers_are_nouns(package: str) -> None:
 
 @pytest.mark.parametrize(("package", "limit"), MAX_ANY.items())
 def test_annotations_are_specific(package: str, limit: float) -> None:
-    num_lines = 0
-    num_any = 0
-    for path in sorted((ROOT / package).rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        num_lines += source.count("\n")
-        num_any += sum(map(_count_any, _annotations(ast.parse(source))))
+    modules = _modules(package)
+    num_lines = sum(module.num_lines for module in modules)
+    num_any = sum(module.num_any for module in modules)
     assert 1000 * num_any / num_lines <= limit, package
 
 
 def test_a_constant_has_one_meaning() -> None:
-    names: list[str] = []
-    for package in ("jaxkv", "pallas_kernels", "scaling"):
-        for path in (ROOT / package).rglob("*.py"):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            targets = [
-                node.targets[0] if isinstance(node, ast.Assign) else node.target
-                for node in tree.body
-                if isinstance(node, ast.Assign | ast.AnnAssign)
-            ]
-            constants = {
-                name.id.strip("_")
-                for target in targets
-                for name in ast.walk(target)
-                if isinstance(name, ast.Name) and name.id.strip("_").isupper()
-            }
-            names += constants
+    names = [
+        name
+        for package in ("jaxkv", "pallas_kernels", "scaling")
+        for module in _modules(package)
+        for name in module.constants
+    ]
     repeated = {name for name in names if names.count(name) > 1}
     assert repeated == SHARED_CONSTANTS

@@ -1,6 +1,7 @@
 """Requests with real text: prompts from files that no model was trained on."""
 
 import dataclasses
+import functools
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -124,10 +125,10 @@ def cut_held_out_prompts(
       samplings: sampling parameters of each answer.
       rng: random generator for the files and the first line of each prompt.
     """
-    documents = load_documents(STANDARD_LIBRARY).held_out
+    texts = _held_out_texts()
     requests = []
     for size, sampling in zip(sizes, samplings, strict=True):
-        text = documents[rng.integers(len(documents))].text.decode()
+        text = texts[rng.integers(len(texts))]
         lines = [0, *(place + 1 for place, char in enumerate(text) if char == "\n")]
         starts = [place for place in lines if place + size < len(text)] or [0]
         start = starts[rng.integers(len(starts))]
@@ -135,3 +136,10 @@ def cut_held_out_prompts(
         tokens = tokenizer.encode(text[start : start + 16 * size])[:size]
         requests.append(PromptRequest(tokenizer.decode(tokens), tokens, sampling))
     return requests
+
+
+@functools.cache
+def _held_out_texts() -> list[str]:
+    """Returns the held-out files, which are the same for all calls of a process."""
+    documents = load_documents(STANDARD_LIBRARY).held_out
+    return [document.text.decode() for document in documents]
