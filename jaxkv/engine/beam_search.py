@@ -214,14 +214,14 @@ def _finish(
 def store_paths(
     state: EngineState,
     preempted: Bool[Array, " slots"],
-    group: Groups,
+    group: Groups | None,
     config: EngineConfig,
 ) -> EngineState:
     """Stores the tokens of preempted beams in `Search.path`, to be fed again.
 
-    The history is kept, since answers may point into it.
+    The history is kept, since answers may point into it. Without groups there are none.
     """
-    if state.search is None:
+    if state.search is None or group is None:
         return state
     lost = preempted & is_beam(state)
 
