@@ -77,7 +77,7 @@ def skip_prefill(engine: Engine, forward: Forward, num_tokens: int) -> None:
     engine.read(engine.unread[0])
 
 
-def prefill(engine: Engine) -> None:
+def prefill_one(engine: Engine) -> None:
     """Runs calls until the only request has its first token."""
     while not (engine.trace and engine.trace[-1].num_emitted.any()):
         engine.dispatch()
@@ -268,7 +268,7 @@ class JaxkvEngine:
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
         ids = [served.submit(prompt, ask) for prompt in prompts]
         if len(prompts) == 1:  # fast, and without a further program
-            prefill(served)
+            prefill_one(served)
         else:
             num_read = len(prompts) * len(prompts[0])
             skip_prefill(served, NoOpForward(self._vocab_size), num_read)
