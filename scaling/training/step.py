@@ -33,6 +33,9 @@ from scaling.training.recipes import (
     StepConfig,
 )
 
+MIN_ONEDNN_WIDTH = 64
+"""Hidden size from which on oneDNN has all products of a step on a CPU."""
+
 
 class TrainState(NamedTuple):
     """State of a run between steps.
@@ -139,7 +142,22 @@ def compiled_steps(
         state, total = jax.lax.fori_loop(0, num_steps, step, carry)
         return state, jax.tree.map(lambda x: x / num_steps.astype(x.dtype), total)
 
-    return jax.jit(steps)
+    return jax.jit(steps, compiler_options=_compiler_options(model))
+
+
+def _compiler_options(model: architectures.Architecture) -> dict[str, bool | str]:
+    """Returns XLA flags for steps on a CPU; other platforms ignore them.
+
+    By default YNNPACK has the products, except for gradients of weights, which take 1.3
+    to 1.6 times the time of oneDNN's. OneDNN also adds biases and residuals while it
+    multiplies, and reads transposed operands in place. Small products start faster in
+    YNNPACK, and so do sums of any size.
+    """
+    options: dict[str, bool | str] = {"xla_cpu_experimental_onednn_custom_call": True}
+    if model.hidden_size >= MIN_ONEDNN_WIDTH:
+        sums_only = "LIBRARY_FUSION_TYPE_REDUCE"
+        options["xla_cpu_experimental_ynn_fusion_type"] = sums_only
+    return options
 
 
 def balance_experts(params: Params, grads: Params, rate: float) -> Params:

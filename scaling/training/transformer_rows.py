@@ -194,7 +194,9 @@ class RowOrientation(Orientation):
             y = jax.checkpoint(lambda x: linear(self.gather(x), self))(x)
         else:
             y = linear(x, self)
-        return y if then is None else then(y, -1)
+        # XLA may fuse GELU into oneDNN's product, and then reads its result where the
+        # gradient needs GELU's input (jaxlib 0.11.2).
+        return y if then is None else then(lax.optimization_barrier(y), -1)
 
     def add_up(self, x: Activations, *, part: int, full_size: int) -> Activations:
         """Sums partial products; with sequence parallelism, of this device's rows."""
