@@ -36,7 +36,7 @@ DETAILS += ("absent",)
 class Config(lab.ConfigRecord):
     """Model and workload, and the peers."""
 
-    width: tuple[int, ...] = (16, 32, 64, 128)
+    width: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
     """Hidden sizes; each gives separate rows."""
     num_layers: lab.PositiveInt = 2
     """Layers, each with an MLP of four times the width."""

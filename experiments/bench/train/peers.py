@@ -32,6 +32,8 @@ PEERS = {
 """File and class of each peer, by name."""
 NUM_CHECKED = 4
 """Steps whose losses are compared."""
+CALL_STEPS = 10
+"""Fewest steps per call in a turn: the default of `TrainConfig.report_every`."""
 LEARNING_RATE = 1e-3
 OPTIMIZER = OptimizerConfig(kind="adamw", max_grad_norm=math.inf)
 _PROBE = 2048
@@ -85,11 +87,14 @@ class JaxkvTrainer:
         return np.asarray(jax.vmap(draw)(jnp.arange(NUM_CHECKED, dtype=jnp.int32)))
 
     def rate(self, seconds: float) -> float:
-        """Returns the training rate in tokens/s, in calls of a tenth of the time."""
+        """Returns the training rate in tokens/s, in calls of a tenth of the time.
+
+        A call has `CALL_STEPS` steps at least: its first step also touches new memory.
+        """
         taken_s = 0.0
         num = 0
         while taken_s < seconds:
-            num_steps = max(1, round(seconds / 10 / self._step_s))
+            num_steps = max(CALL_STEPS, round(seconds / 10 / self._step_s))
             some_s, _ = time_call(self._train, num_steps)
             self._step_s = some_s / num_steps
             taken_s += some_s
