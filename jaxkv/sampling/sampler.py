@@ -353,9 +353,7 @@ def draw_logprobs(
     warm = jnp.where(params.temperature > 0, params.temperature, 1.0)
     below = logits - jnp.max(fixed, axis=1, keepdims=True)
     scaled = below / warm.astype(logits.dtype)[:, None]
-    return token_logprobs(
-        jnp.where(keep_mask(fixed, params), scaled, -jnp.inf), tokens
-    )
+    return token_logprobs(jnp.where(keep_mask(fixed, params), scaled, -jnp.inf), tokens)
 
 
 def top_logprobs(
