@@ -365,12 +365,9 @@ class EngineCore:
                     self.state = self._programs["forget_kv"](self.state, **options)
                 elif self._empty_cache is not None:
                     old = self.state.pool, self.state.prefixes
-                    pool, prefixes = jax.tree.map(
-                        lambda x, like: jax.device_put(
-                            x, like.sharding, may_alias=False
-                        ),
-                        self._empty_cache,
-                        old,
+                    places = jax.tree.map(lambda x: x.sharding, old)
+                    pool, prefixes = jax.device_put(
+                        self._empty_cache, places, may_alias=False
                     )
                     self.state = self.state._replace(pool=pool, prefixes=prefixes)
                 self.params = new

@@ -1,5 +1,7 @@
 """Other parameters for an engine: checked, and converted to the form of its own."""
 
+import functools
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -63,12 +65,12 @@ def _convert(
     if _is_alike(old, new) or not isinstance(config, ModelConfig):
         return _place(old, new)
 
-    def loaded(params: _Arrays) -> _Arrays:
-        return unstack_layers(config, drop_transposed_weights(params))
-
     stacked = is_stacked(old)
     with_copies = has_transposed_weights(old)
-    _check(jax.eval_shape(loaded, old), new)
+    loaded = drop_transposed_weights(old)
+    if stacked:
+        loaded = jax.eval_shape(functools.partial(unstack_layers, config), loaded)
+    _check(loaded, new)
     if stacked:
         new = stack_sharded_layers(config, new, mesh)
     if with_copies:
@@ -88,7 +90,11 @@ def _convert_modules(old: _Arrays, new: _Arrays) -> _Arrays:
 
 
 def _is_alike(old: PyTree[ArrayOrShape], new: PyTree[ArrayOrShape]) -> bool:
-    return jax.tree.structure(old) == jax.tree.structure(new)
+    """True if two trees have the same form; one layer may be stacked or not."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        return False
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    return all(np.shape(a) == np.shape(b) for a, b in pairs)
 
 
 def _check(old: PyTree[ArrayOrShape], new: PyTree[ArrayOrShape]) -> None:
@@ -97,6 +103,11 @@ def _check(old: PyTree[ArrayOrShape], new: PyTree[ArrayOrShape]) -> None:
     Raises:
       ValueError: they differ; the message has the first difference.
     """
+    if _is_alike(old, new) and all(
+        a.dtype == getattr(b, "dtype", None)
+        for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    ):
+        return
     wanted, given = (
         {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
         for leaves, _ in map(jax.tree_util.tree_flatten_with_path, (old, new))
@@ -108,7 +119,7 @@ def _check(old: PyTree[ArrayOrShape], new: PyTree[ArrayOrShape]) -> None:
         shape = _describe(given[name])
         if shape != _describe(leaf):
             raise ValueError(f"params{name}={shape} must be {_describe(leaf)}")
-    if not _is_alike(old, new):
+    if jax.tree.structure(old) != jax.tree.structure(new):
         raise ValueError("params must have the containers of this engine's parameters")
 
 
@@ -127,16 +138,16 @@ def _place(old: _Arrays, new: _Arrays) -> _Arrays:
     """
     _check(old, new)
 
-    def one(path: jax.tree_util.KeyPath, old: Array, new: Array | np.ndarray) -> Array:
+    def one(old: Array, new: Array | np.ndarray) -> Array | np.ndarray:
         if not isinstance(old, jax.Array):
             return new
         if not isinstance(new, jax.Array):
-            return jax.device_put(new, old.sharding)
+            return jax.device_put(new, old.sharding, may_alias=False)
         if not new.sharding.is_equivalent_to(old.sharding, new.ndim):
-            name = jax.tree_util.keystr(path)
             raise ValueError(
-                f"params{name} has {new.sharding}, and must have {old.sharding}"
+                f"params with {new.sharding} must have {old.sharding}, as this "
+                "engine's parameters"
             )
         return new
 
-    return jax.tree_util.tree_map_with_path(one, old, new)
+    return jax.tree.map(one, old, new)

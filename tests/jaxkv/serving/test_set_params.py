@@ -1,7 +1,6 @@
 """Parameters of an engine are replaced while it serves."""
 
 import dataclasses
-import time
 from typing import Any
 
 import jax
@@ -165,9 +164,10 @@ def test_parameters_as_loaded_fit_an_engine_that_changed_their_form(
     config = load_model(folder).config
     other = init_params(config, jax.random.key(5))
     engine.set_params(other)
-    assert jax.tree.structure(engine.params) != jax.tree.structure(other) or (
-        options == {}
-    )
+    shapes = [
+        [leaf.shape for leaf in jax.tree.leaves(x)] for x in (engine.params, other)
+    ]
+    assert (shapes[0] != shapes[1]) == bool(options)
     loaded = load_model(folder)._replace(params=other)
     fresh = jaxkv.Engine.load(folder, loaded=loaded, **fields)
     assert tokens_of(engine, ["abc"]) == tokens_of(fresh, ["abc"])
@@ -202,24 +202,8 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"=bfloat16\[61, 24\] must be float32"):
         engine.set_params(wide)
     elsewhere = jax.device_put(params, jax.devices()[1])
-    with pytest.raises(ValueError, match="and must have SingleDeviceSharding"):
+    with pytest.raises(ValueError, match="must have SingleDeviceSharding"):
         engine.set_params(elsewhere)
     with pytest.raises(ValueError, match="in_flight='later' must be"):
         engine.set_params(params, in_flight="later")  # ty: ignore[invalid-argument-type]
     assert engine.params is params
-
-
-@pytest.mark.thorough
-def test_the_bundled_model_is_replaced_in_milliseconds() -> None:
-    engine = jaxkv.Engine.load(
-        "stdlib-bytes", max_slots=4, num_pages=64, max_length=128, prefix_cache=True
-    )
-    params = load_model(jaxkv.bundled_model()).params
-    engine.set_params(params)
-    times = []
-    for _ in range(20):
-        begun = time.perf_counter()
-        engine.set_params(params)
-        times.append(time.perf_counter() - begun)
-    assert np.median(times) < 0.01, times
-    print("median set_params ms", 1e3 * float(np.median(times)), 1e3 * min(times))
