@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from jaxkv import report as report
     from jaxkv import sampling as sampling
     from jaxkv import scheduling as scheduling
+    from jaxkv import scoring as scoring
     from jaxkv import server as server
     from jaxkv import serving as serving
     from jaxkv import simulation as simulation
