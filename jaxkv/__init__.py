@@ -17,6 +17,7 @@ Public names by purpose:
     scheduling         fcfs, static, Policy, Counts, Plan, plan_in_order, schedule,
                        RequestAttributes, StallError
     models             Forward, ForwardResult, attend
+    scoring            score: log-probabilities of given tokens, as an engine reports
     speculation        SpeculationConfig, Speculation
     sampling           TokenHistory, the first argument of a `logits_fn`
     debugging          InvariantError
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from jaxkv import report as report
     from jaxkv import sampling as sampling
     from jaxkv import scheduling as scheduling
+    from jaxkv import scoring as scoring
     from jaxkv import server as server
     from jaxkv import serving as serving
     from jaxkv import simulation as simulation
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from jaxkv.scheduling.interface import Counts, Plan, Policy, plan_in_order, schedule
     from jaxkv.scheduling.stalls import StallError
     from jaxkv.scheduling.static_batching import static
+    from jaxkv.scoring import score
     from jaxkv.serving.engine import Engine
     from jaxkv.serving.outputs import Completion, Event
     from jaxkv.serving.request_batch import make_requests

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     )
     from jaxkv.engine.emitting.logit_rows import LogitsFn, TokenHistory
     from jaxkv.engine.parts import EngineParts, EngineRules
-    from jaxkv.engine.plan_application import apply_plan
+    from jaxkv.engine.plan_application import apply_plan, forget_kv
     from jaxkv.engine.requests import DrainedSequences, Requests, cancel, drain, submit
     from jaxkv.engine.snapshots import load_state, save_state
     from jaxkv.engine.state import (
         ALL_KINDS,
         CANCELLED,
         FINISH_REASONS,
+        ROW_TILE,
         EngineConfig,
         EngineFields,
         EngineState,

@@ -11,7 +11,15 @@ from jaxkv import arrays, ledger, memory
 from jaxkv.engine import beam_search, counts, groups, prefix_caching, swapping
 from jaxkv.engine.state import ALL_KINDS, EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, SlotPlan
-from jaxkv.memory import Eviction, move_slots, num_new_pages
+from jaxkv.memory import (
+    NO_PAGE,
+    Eviction,
+    make_prefix_cache,
+    make_staging,
+    move_slots,
+    num_new_pages,
+    release_counted,
+)
 from jaxkv.scheduling import Plan
 
 
@@ -184,6 +192,68 @@ def _preempt_and_admit(
         scheduling=jnp.stack(scheduling),
         back=jnp.where(back, head.request, NO_SEQUENCE) if staged else None,
         num_back=new.pages_in if staged else None,
+    )
+
+
+def forget_kv(
+    state: EngineState, *, config: EngineConfig, eviction: Eviction | None = None
+) -> EngineState:
+    """Makes the engine compute all K and V again, as after a change of parameters.
+
+    Running sequences are preempted, and recomputed once a policy admits them. The
+    prefix cache and the swap buffer are emptied; swapped sequences are recomputed too.
+    """
+    runs = ledger.is_running(state.slots)
+    none = jnp.zeros(runs.shape, jnp.int32)
+    head = jnp.zeros((config.num_head,), jnp.int32)
+    plan = Plan(
+        preempt=runs,
+        swap=jnp.zeros_like(runs),
+        places=none,
+        num_rows=none,
+        admit=jnp.zeros(head.shape, bool),
+        head_places=head,
+        head_rows=head,
+        drafts=none if config.max_drafts else None,
+    )
+    staging = state.staging
+    staged = staging is not None
+    batch = _Batch(
+        plan=SlotPlan(plan.places, plan.num_rows, plan.drafts),
+        scheduling=jnp.zeros((len(SchedulingCounts._fields),), jnp.int32),
+        back=jnp.full(head.shape, NO_SEQUENCE, jnp.int32) if staged else None,
+        num_back=jnp.zeros((), jnp.int32) if staged else None,
+    )
+    no_pages = jnp.full((head.shape[0], config.max_pages_per_slot), NO_PAGE, jnp.int32)
+    prefix_match = prefix_caching.PrefixMatch(no_pages, head, head)
+    state, _ = _preempt_and_admit(
+        (state, batch),
+        plan,
+        prefix_match,
+        config=config,
+        eviction=eviction,
+        kinds=ALL_KINDS,
+    )
+    if (cache := state.prefixes) is not None:
+        page = jnp.arange(config.num_pages, dtype=jnp.int32)
+        cached = jnp.where(cache.pinned, page, NO_PAGE)
+        state = state._replace(
+            pool=release_counted(state.pool, cached)[0],
+            prefixes=make_prefix_cache(config.num_pages, config.page_size),
+        )
+    if staging is None:
+        return state
+    every = jnp.ones(state.sequences.group.shape, bool)
+    empty = make_staging(
+        state.pages,
+        num_places=0,
+        num_sequences=staging.page_ids.shape[0],
+        pages_per_slot=staging.page_ids.shape[1],
+    )
+    owner = jnp.full_like(staging.owner, NO_SEQUENCE)
+    return state._replace(
+        staging=empty._replace(pages=staging.pages, owner=owner),
+        ledger=swapping.clear_swapped(state.ledger, every),
     )
 
 

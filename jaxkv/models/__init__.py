@@ -46,10 +46,13 @@ if TYPE_CHECKING:
     from jaxkv.models.paged import PagedForward, make_model_pages
     from jaxkv.models.param_forms import (
         add_transposed_weights,
+        drop_transposed_weights,
+        has_transposed_weights,
         index_leaves,
         is_selection_bias,
         is_stacked,
         stack_layers,
+        unstack_layers,
     )
     from jaxkv.models.partition import (
         EXPERT,

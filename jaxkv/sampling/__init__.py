@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from jaxkv.sampling.sampler import (
         Draw,
+        draw_logprobs,
         greedy,
         is_plain,
         penalise,

@@ -318,12 +318,42 @@ def token_logprobs(
 ) -> Float[Array, " rows"]:
     """Returns log-probabilities of given tokens, in [0, vocab).
 
+    The derivative is that of `jax.nn.log_softmax`.
+
     Returns:
       Natural logarithms, NaN for rows with a NaN or with -inf only.
     """
     logits = top_k.wide(logits)
     values = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     return _logprobs(logits, values)[:, 0]
+
+
+def draw_logprobs(
+    logits: Float[Array, "rows vocab"],
+    tokens: Int32[Array, " rows"],
+    params: Params,
+) -> Float[Array, " rows"]:
+    """Returns the log-probabilities with which `sample` draws given tokens.
+
+    The derivative is that of the temperature's softmax over the tokens that are kept;
+    the cut-offs have none.
+
+    Args:
+      logits: next-token logits after penalties.
+      tokens: the tokens, in [0, vocab).
+      params: `temperature`, `top_k`, `top_p` and `min_p` are read.
+
+    Returns:
+      Natural logarithms, -inf for tokens that are not kept; a greedy row keeps one
+      token. NaN for rows with a NaN or with -inf only.
+    """
+    logits = top_k.wide(logits)
+    fixed = lax.stop_gradient(logits)
+    # Not `scale_logits`, which has no derivative at the largest logit.
+    warm = jnp.where(params.temperature > 0, params.temperature, 1.0)
+    below = logits - jnp.max(fixed, axis=1, keepdims=True)
+    scaled = below / warm.astype(logits.dtype)[:, None]
+    return token_logprobs(jnp.where(keep_mask(fixed, params), scaled, -jnp.inf), tokens)
 
 
 def top_logprobs(
@@ -345,6 +375,7 @@ def top_logprobs(
     return ids, _logprobs(logits, values)
 
 
+@jax.custom_jvp
 def _logprobs(
     logits: Float[Array, "rows vocab"], values: Float[Array, "rows n"]
 ) -> Float[Array, "rows n"]:
@@ -366,3 +397,15 @@ def _logprobs(
     )
     result = over(values) - jnp.log1p(remainder)[:, None]
     return jnp.where(top_k.is_invalid(logits, top)[:, None], jnp.nan, result)
+
+
+@_logprobs.defjvp
+def _logprob_tangents(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """Differentiates as `log_softmax`; sums of integers have no derivative."""
+    logits, values = primals
+    logit_tangents, value_tangents = tangents
+    probs = jax.nn.softmax(logits, axis=1)
+    mean = jnp.sum(probs * logit_tangents, axis=1, keepdims=True)
+    return _logprobs(logits, values), value_tangents - mean

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -53,6 +53,7 @@ from jaxkv.serving import (
     refusals,
     request_batch,
     tuning,
+    weights,
 )
 from jaxkv.serving.request_tracker import RequestTracker
 from jaxkv.serving.requests import RequestRecord
@@ -113,6 +114,9 @@ class EngineCore:
         programs, self.state = compiling.select_programs(
             parts.params, state, parts.mesh
         )
+        self._empty_cache = None
+        if config.prefix_cache:  # on the host, since the state is consumed
+            self._empty_cache = to_host((self.state.pool, self.state.prefixes))
         static = {"config": config, "forward": parts.forward}
         self._programs = compiling.EnginePrograms(programs, config, static)
         self._mesh = parts.mesh
@@ -123,6 +127,7 @@ class EngineCore:
         self.on_dispatch: Callable[[DispatchedCall], object] | None = None
         """Called with every dispatched call, for example to measure times."""
         self._idle = StepCounter()
+        self._may_submit = True  # False while submitted requests are finished
         self._needs_host_swap = False  # the device asks the host to move pages
         self._skips_drafts = False  # as of the last call read
         self._num_steps = 0  # read so far
@@ -306,6 +311,67 @@ class EngineCore:
             self._table = None
             self._skips_drafts = False
 
+    @validation.suggests_keywords
+    def set_params(
+        self,
+        params: PyTree[Array | np.ndarray],
+        *,
+        in_flight: Literal["finish", "recompute", "refuse"] = "finish",
+    ) -> None:
+        """Replaces the model's parameters, for example after a step of training.
+
+        The steps are not compiled again. K and V of the old parameters are not used
+        any more: the prefix cache is emptied. Drafts are proposed with the new
+        parameters wherever they are proposed with the model's; a draft model, and the
+        heads of "medusa" and "eagle", keep theirs.
+
+        Args:
+          params: parameters as `models.load_model` and `init_params` return them, or in
+            the form of `params`, with equal shapes, types and shardings. They are not
+            copied, so they must not be donated or deleted while the engine uses them.
+          in_flight: treatment of the requests that were submitted to the device.
+            "finish" first completes them with the old parameters, while later requests
+            wait; "recompute" preempts them, and they continue from their tokens so far
+            with K and V of the new parameters; "refuse" raises an error if a request is
+            not complete.
+
+        Raises:
+          ValueError: the parameters differ from the engine's in a shape, a type or a
+            sharding, or `in_flight` is "refuse" and requests are not complete.
+        """
+        choices = ("finish", "recompute", "refuse")
+        validation.choice("in_flight", in_flight, choices)
+        with self._lock:
+            self._refuse_if_lost()
+            forward = self.static["forward"]
+            new = weights.convert_params(self.params, params, forward, self._mesh)
+            if in_flight == "refuse":
+                self._refuse_if_busy("given other parameters")
+            elif in_flight == "finish":
+                self._may_submit = False
+                try:
+                    while self.tracker.has_submitted():
+                        self.step()
+                finally:
+                    self._may_submit = True
+            while self.unread:
+                self.read(self.unread[0])
+            is_idle = not self.tracker.has_submitted()
+            options = {"eviction": self.rules.eviction}
+            if not is_idle:
+                self._programs.compile("forget_kv", self.state, **options)
+            with interrupts.defer_signals(), self._lost_on_error():
+                if not is_idle:
+                    self.state = self._programs["forget_kv"](self.state, **options)
+                elif self._empty_cache is not None:
+                    old = self.state.pool, self.state.prefixes
+                    places = jax.tree.map(lambda x: x.sharding, old)
+                    pool, prefixes = jax.device_put(
+                        self._empty_cache, places, may_alias=False
+                    )
+                    self.state = self.state._replace(pool=pool, prefixes=prefixes)
+                self.params = new
+
     def fork[E: "EngineCore"](self: E, *, policy: Policy | None = None) -> E:
         """Copies the engine with all requests, which continue in both copies.
 
@@ -462,7 +528,7 @@ class EngineCore:
         if tracker.has_cancels() or tracker.needs_drain():
             self._compile_drain(cancels=tracker.has_cancels())
         with interrupts.defer_signals():
-            batch = tracker.next_batch(self.now())
+            batch = tracker.next_batch(self.now()) if self._may_submit else []
             requests = self._pack_requests(batch) if batch else None
             with self._lost_on_error():
                 if requests is not None:

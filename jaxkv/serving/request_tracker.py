@@ -53,8 +53,11 @@ class RequestTracker:
 
     def has_work(self, now: float) -> bool:
         """True if the device must run."""
-        on_device = self._unfinished or self._finished or self._cancels
-        return bool(on_device) or self.next_arrival_s() <= now
+        return self.has_submitted() or self.next_arrival_s() <= now
+
+    def has_submitted(self) -> bool:
+        """True if requests were submitted to the device and are not drained."""
+        return bool(self._unfinished or self._finished or self._cancels)
 
     @property
     def num_unfinished(self) -> int:

@@ -47,7 +47,8 @@ class EnginePrograms:
         """Compiles the function `name` of `Programs` for these further arguments."""
         if name in self._others:
             return
-        static = {"config": self._config} if name == "submit" else {}
+        takes_config = name in ("submit", "forget_kv")
+        static = {"config": self._config} if takes_config else {}
         with self._counting():
             self._others[name] = program_store.compile_program(
                 getattr(self.jitted, name), static, state, *args, **options

@@ -28,6 +28,7 @@ class Programs(NamedTuple):
       submit: `requests.submit`.
       cancel: `requests.cancel`.
       drain: `requests.drain`.
+      forget_kv: `plan_application.forget_kv`.
       move: `host_swap.apply_transfer`.
       take_out: `prefix_transfer.export_prefix`; consumes no argument.
       bring_in: `prefix_transfer.import_prefix`.
@@ -37,6 +38,7 @@ class Programs(NamedTuple):
     submit: jax.stages.Wrapped
     cancel: jax.stages.Wrapped
     drain: jax.stages.Wrapped
+    forget_kv: jax.stages.Wrapped
     move: jax.stages.Wrapped
     take_out: jax.stages.Wrapped
     bring_in: jax.stages.Wrapped
@@ -93,6 +95,7 @@ LOCAL = Programs(
     jax.jit(engine.submit, static_argnames="config", donate_argnames="state"),
     jax.jit(engine.cancel, donate_argnames="state"),
     jax.jit(engine.drain, donate_argnames="state"),
+    jax.jit(engine.forget_kv, static_argnames="config", donate_argnames="state"),
     jax.jit(host_swap.apply_transfer, donate_argnames="staging"),
     jax.jit(_take_out),
     jax.jit(_bring_in, donate_argnames="state"),
@@ -147,6 +150,12 @@ def mesh_programs(how: ProgramShardings) -> Programs:
         over_mesh = mapped(run, *in_specs, out_specs=state_of)
         return over_mesh(state, request_ids, samples, eviction)
 
+    def forget_kv(state, *, config, eviction):
+        def run(state, eviction):
+            return engine.forget_kv(state, config=config, eviction=eviction)
+
+        return mapped(run, state_of, replicated, out_specs=state_of)(state, eviction)
+
     drain = mapped(engine.drain, state_of, out_specs=out_specs)
     # Transfers between host and staging buffer have the sharding of its pages.
     kind: Any = host_swap.HostTransfer  # of specs, not of arrays
@@ -165,6 +174,7 @@ def mesh_programs(how: ProgramShardings) -> Programs:
         jax.jit(submit, static_argnames="config", donate_argnames="state"),
         jax.jit(cancel, donate_argnums=0),
         jax.jit(drain, donate_argnums=0),
+        jax.jit(forget_kv, static_argnames="config", donate_argnames="state"),
         jax.jit(move, donate_argnums=0),
         jax.jit(take_out),
         jax.jit(bring_in, donate_argnums=0),

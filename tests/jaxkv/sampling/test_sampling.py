@@ -632,3 +632,60 @@ def test_lower_ids_come_first_among_equal_candidates() -> None:
     expected = np.argsort(-logits, axis=1, kind="stable")[:, :4]
     np.testing.assert_array_equal(ids, expected)
     np.testing.assert_array_equal(values, np.take_along_axis(logits, expected, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_have_the_derivative_of_log_softmax(dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    logits = jnp.asarray(rng.normal(0, 3, (5, 37)), dtype)
+    tokens = jnp.asarray(rng.integers(0, 37, 5), jnp.int32)
+    weights = jnp.asarray(rng.normal(size=(5, 4)), jnp.float32)
+
+    def ours(logits: jax.Array) -> jax.Array:
+        _, top = sampling.top_logprobs(logits, 3)
+        one = sampling.token_logprobs(logits, tokens)[:, None]
+        return jnp.sum(weights * jnp.concatenate([one, top], axis=1))
+
+    def plain(logits: jax.Array) -> jax.Array:
+        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=1)
+        one = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)
+        best = jax.lax.top_k(logprobs, 3)[0]
+        return jnp.sum(weights * jnp.concatenate([one, best], axis=1))
+
+    expected = jax.jit(jax.grad(plain))(logits).astype(jnp.float32)
+    for gradient in (jax.grad(ours), jax.jacfwd(ours)):
+        result = jax.jit(gradient)(logits).astype(jnp.float32)
+        limit = 1e-6 if dtype == "float32" else 0.01
+        np.testing.assert_allclose(result, expected, atol=limit, rtol=limit)
+
+
+def test_draw_log_probabilities_are_those_of_the_law() -> None:
+    rng = np.random.default_rng(4)
+    asks = [
+        Sampling(temperature=0.7, top_k=5),
+        Sampling(temperature=1.3, top_p=0.6),
+        Sampling(min_p=0.1),
+        Sampling(temperature=0.5),
+        Sampling.greedy(),
+    ]
+    logits = jnp.asarray(rng.normal(0, 2, (5, 40)), jnp.float32)
+    params = jax.tree.map(
+        jnp.asarray, sampling.make_params(asks, [(0, 0)] * 5, [0] * 5)
+    )
+    law = sampling.probabilities(logits, params)
+    draw = jax.jit(sampling.draw_logprobs)
+    for token in range(40):
+        tokens = jnp.full((5,), token, jnp.int32)
+        logprobs = draw(logits, tokens, params)
+        np.testing.assert_allclose(jnp.exp(logprobs), law[:, token], rtol=1e-5)
+
+    best = jnp.argmax(logits, axis=1).astype(jnp.int32)
+
+    def plain(logits: jax.Array) -> jax.Array:
+        warm = jnp.maximum(params.temperature, 1e-3)[:, None]
+        kept = jnp.where(law > 0, logits / warm, -jnp.inf)
+        logprobs = jax.nn.log_softmax(kept, axis=1)
+        return jnp.sum(jnp.take_along_axis(logprobs, best[:, None], axis=1))
+
+    gradient = jax.grad(lambda x: jnp.sum(draw(x, best, params)))(logits)
+    np.testing.assert_allclose(gradient, jax.grad(plain)(logits), atol=1e-6)

@@ -1,0 +1,274 @@
+"""Log-probabilities of given tokens, with the bits that an engine reports.
+
+An engine with `numerics="reproducible"` computes every row in a tile of `ROW_TILE` rows
+by a program that does not depend on the other rows. `score` runs the same program over
+the tokens of whole sequences, so a trainer and its engine agree in every bit about the
+log-probability of a token.
+
+The tiles of a sequence depend on each other through its K and V. Reversing them is
+slow, so the derivative is that of the ordinary forward pass, `models.logits`, which
+computes the same function with other rounding.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int32
+
+from jaxkv import arrays, models, validation
+from jaxkv.engine import ROW_TILE, EngineConfig
+from jaxkv.memory import Pages, Rows
+from jaxkv.models import (
+    ModelConfig,
+    PagedForward,
+    Params,
+    is_stacked,
+    make_model_pages,
+    param_axes,
+)
+from jaxkv.parallel import (
+    REPLICATED,
+    check_mesh,
+    map_over_mesh,
+    pages_specs,
+    param_specs,
+)
+from jaxkv.sampling import (
+    Sampling,
+    draw_logprobs,
+    make_params,
+    token_logprobs,
+)
+
+PAGE_SIZE = 64
+"""Tokens of a page, those that attention gathers and sums together."""
+
+
+class _Options(NamedTuple):
+    """Static arguments of `score`."""
+
+    config: ModelConfig
+    sampling: Sampling | None
+    mesh: Mesh | None
+
+
+class _Packing(NamedTuple):
+    """Tokens of all sequences as rows, without padding between them."""
+
+    token: Int32[Array, " rows"]
+    position: Int32[Array, " rows"]
+    slot: Int32[Array, " rows"]
+    """Sequence of each row; -1 for padding."""
+    target: Int32[Array, " rows"]
+    """The next token, arbitrary in the last row of a sequence."""
+
+
+def score(
+    params: Params,
+    tokens: Int32[Array | np.ndarray, "sequences length"],
+    lengths: Int32[Array | np.ndarray, " sequences"] | None = None,
+    *,
+    config: ModelConfig,
+    sampling: Sampling | None = None,
+    mesh: Mesh | None = None,
+) -> Float[Array, "sequences length"]:
+    """Returns the log-probability of each token given the tokens before it.
+
+    Without `sampling` the result is equal, bit for bit, to the log-probabilities that
+    an engine with `numerics="reproducible"` and K and V in the model's type reports for
+    the same parameters on the same machine. It is differentiable by the parameters;
+    its derivative is that of `log_softmax(models.logits(...))`. Under `vmap` the bits
+    are others.
+
+    Args:
+      params: parameters of the model, as an engine takes them.
+      tokens: prompt and answer of each sequence, with arbitrary padding.
+      lengths: number of tokens of each sequence, in [0, length]; None means all.
+        Padding costs no time in the forward pass.
+      config: architecture of the model, static.
+      sampling: None for log-probabilities under the model's own logits. Otherwise those
+        with which an engine draws each token after temperature, top-k, top-p and min-p:
+        -inf for tokens that are cut off. Static.
+      mesh: the engine's devices, over which the parameters are divided as by
+        `Engine.load`; None means one device. Static.
+
+    Returns:
+      Log-probabilities, at least float32, 0 at the first token and at padding.
+
+    Raises:
+      ValueError: the tokens are empty, the sequences exceed the model's learned
+        positions, or `sampling` has penalties.
+    """
+    if sampling is not None:
+        validation.instance("sampling", sampling, Sampling)
+        for name in ("repetition", "presence", "frequency"):
+            value = getattr(sampling, f"{name}_penalty")
+            if value != (name == "repetition"):
+                raise ValueError(
+                    f"{name}_penalty={value} has no log-probability in score; "
+                    "penalties must be off"
+                )
+    check_mesh(mesh)
+    if not tokens.size:
+        raise ValueError(f"{tokens.shape=} must have at least one token")
+    params = arrays.to_jax_arrays(params)
+    tokens = jnp.asarray(tokens)
+    if lengths is None:
+        lengths = np.full(tokens.shape[:1], tokens.shape[1], np.int32)
+    options = _Options(config, sampling, mesh)
+    return _score(options, params, tokens, jnp.asarray(lengths))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(
+    options: _Options,
+    params: Params,
+    tokens: Int32[Array, "sequences length"],
+    lengths: Int32[Array, " sequences"],
+) -> Float[Array, "sequences length"]:
+    return _by_tiles(options, params, tokens, lengths)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _by_tiles(
+    options: _Options,
+    params: Params,
+    tokens: Int32[Array, "sequences length"],
+    lengths: Int32[Array, " sequences"],
+) -> Float[Array, "sequences length"]:
+    """Runs the engine's program of `ROW_TILE` rows on all tokens."""
+    num, length = tokens.shape
+    columns = -(-length // PAGE_SIZE)
+    bounds = EngineConfig(
+        num_pages=num * columns,
+        page_size=PAGE_SIZE,
+        max_length=max(2, length),
+    )
+    dtype = params["embed"]["weight"].dtype
+    pages = make_model_pages(options.config, bounds, dtype=dtype)
+    end = jnp.cumsum(lengths, dtype=jnp.int32)
+    packed = _pack(tokens, lengths, end)
+    run = functools.partial(_run_tiles, options)
+    if (mesh := options.mesh) is not None:
+        axes = param_axes(options.config, stacked=is_stacked(params))
+        weights = param_specs(axes, mesh)
+        in_specs = weights, pages_specs(pages), REPLICATED, REPLICATED, REPLICATED
+        run = map_over_mesh(run, mesh, in_specs, REPLICATED)
+    page_ids = jnp.arange(pages.num_pages, dtype=jnp.int32).reshape(num, columns)
+    flat = run(params, pages, page_ids, packed, end[-1])
+    place = jnp.arange(length, dtype=jnp.int32)[None, :]
+    row = (end - lengths)[:, None] + place - 1
+    has_logprob = (place > 0) & (place < lengths[:, None])
+    return arrays.take(flat, jnp.where(has_logprob, row, -1), fill=0)
+
+
+@_by_tiles.defjvp
+def _differentiate(
+    options: _Options, primals: tuple, tangents: tuple
+) -> tuple[Array, Array]:
+    """Differentiates the ordinary forward pass in place of the tiles."""
+    whole = functools.partial(_by_sequences, options)
+    _, tangent = jax.jvp(whole, primals, tangents)
+    return _by_tiles(options, *primals), tangent
+
+
+def _by_sequences(
+    options: _Options,
+    params: Params,
+    tokens: Int32[Array, "sequences length"],
+    lengths: Int32[Array, " sequences"],
+) -> Float[Array, "sequences length"]:
+    """Computes the log-probabilities by the ordinary forward pass."""
+    num, length = tokens.shape
+    logits = models.logits(params, tokens, config=options.config)[:, :-1]
+    logits = logits.reshape(-1, logits.shape[-1])
+    logprobs = _logprobs_of(options, logits, tokens[:, 1:].reshape(-1))
+    place = jnp.arange(1, length, dtype=jnp.int32)[None, :]
+    logprobs = logprobs.reshape(num, -1)
+    logprobs = jnp.where(place < lengths[:, None], logprobs, 0)
+    return jnp.pad(logprobs, ((0, 0), (1, 0)))
+
+
+def _logprobs_of(
+    options: _Options,
+    logits: Float[Array, "rows vocab"],
+    tokens: Int32[Array, " rows"],
+) -> Float[Array, " rows"]:
+    """Returns log-probabilities of the tokens, under `sampling` if it is given."""
+    if options.sampling is None:
+        return token_logprobs(logits, tokens)
+    one = make_params([options.sampling], [(0, 0)], [0])
+    num = tokens.shape[0]
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (num, *x.shape[1:])), one)
+    return draw_logprobs(logits, tokens, rows)
+
+
+def _pack(
+    tokens: Int32[Array, "sequences length"],
+    lengths: Int32[Array, " sequences"],
+    end: Int32[Array, " sequences"],
+) -> _Packing:
+    """Packs the tokens in order of sequences and positions, so that they share tiles.
+
+    There are at least two tiles: the slice of a single one does not change from trip to
+    trip, so XLA would compile another program of it, with other rounding.
+    """
+    num, length = tokens.shape
+    num_rows = max(2, -(-num * length // ROW_TILE)) * ROW_TILE
+    row = np.arange(num_rows, dtype=np.int32)
+    slot = jnp.searchsorted(end, row, side="right").astype(jnp.int32)
+    slot = jnp.where(row < end[-1], slot, -1)
+    position = row - arrays.take(end - lengths, slot, fill=0)
+    position = jnp.where(slot >= 0, position, -1)
+    last = position + 1 >= arrays.take(lengths, slot, fill=0)
+    following = jnp.where(last, -1, position + 1)
+    return _Packing(
+        arrays.take(tokens, (slot, position), fill=0),
+        position,
+        slot,
+        arrays.take(tokens, (slot, following), fill=0),
+    )
+
+
+def _run_tiles(
+    options: _Options,
+    params: Params,
+    pages: Pages,
+    page_ids: Int32[Array, "sequences columns"],
+    packed: _Packing,
+    num_rows: Int32[Array, ""],
+) -> Float[Array, " rows"]:
+    """Returns the log-probability of each row's next token."""
+    forward = PagedForward(options.config, "reproducible")
+    every = jnp.arange(ROW_TILE, dtype=jnp.int32)
+
+    def one(index: Array, carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
+        logprobs, pages = carry
+        start = index * ROW_TILE
+        tile = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, ROW_TILE), packed
+        )
+        rows = Rows(
+            token=tile.token,
+            position=tile.position,
+            slot=tile.slot,
+            page_ids=page_ids,
+            logit_rows=jnp.where(tile.slot >= 0, every, -1),
+        )
+        result = forward(params, pages, rows)
+        new = _logprobs_of(options, result.logits, tile.target)
+        return (
+            lax.dynamic_update_slice_in_dim(logprobs, new, start, axis=0),
+            result.pages,
+        )
+
+    dtype = np.promote_types(pages.dtype, np.float32)
+    blank = jnp.zeros(packed.token.shape, dtype)
+    # Two trips at least, since XLA inlines a loop of one.
+    num_tiles = jnp.maximum(2, (num_rows + ROW_TILE - 1) // ROW_TILE)
+    return lax.fori_loop(0, num_tiles, one, (blank, pages))[0]
