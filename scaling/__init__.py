@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from scaling import laws as laws
     from scaling import logs as logs
     from scaling import plan as plan
+    from scaling import policy as policy
     from scaling import shapes as shapes
     from scaling import sweeps as sweeps
     from scaling import training as training

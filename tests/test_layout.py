@@ -48,7 +48,7 @@ LAYERS = {
         "shapes laws corpora",
         "logs costs fits",
         "frontiers training plan calibration",
-        "sweeps",
+        "sweeps policy",
         "cli",
     ),
     "experiments": (

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         stream_windows,
         token_losses,
     )
+    from scaling.training.optimizers import make_optimizer
     from scaling.training.parallel import divided_gradient
     from scaling.training.pipeline import make_pipeline_schedule
     from scaling.training.recipes import (
