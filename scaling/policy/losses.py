@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import validation
 from jaxkv.validation import ConfigRecord, NonNegativeFloat, Range
@@ -132,7 +132,7 @@ def _mean_of_answers(values: TokenValues, mask: TokenMask) -> Float[Array, " ans
 
 @validation.checks_numbers(k=1)
 def pass_at_k(
-    num_right: Int32[np.ndarray, " prompts"], num_samples: int, k: int
+    num_right: Int[np.ndarray, " prompts"], num_samples: int, k: int
 ) -> Float[np.ndarray, " prompts"]:
     """Estimates for each prompt the probability that one of k answers is right.
 

@@ -36,13 +36,13 @@ class Rollout(NamedTuple):
         engine reports it; 0 elsewhere.
     """
 
-    tokens: Int32[Array, "answers {LENGTH}"]
+    tokens: Int32[Array, "answers length"]
     prompt_length: Int32[Array, " answers"]
     length: Int32[Array, " answers"]
-    logprobs: Float[Array, "answers {LENGTH}"]
+    logprobs: Float[Array, "answers length"]
 
     @property
-    def mask(self) -> Bool[Array, "answers {LENGTH}"]:
+    def mask(self) -> Bool[Array, "answers length"]:
         """True for the tokens of the answers."""
         place = jnp.arange(LENGTH, dtype=jnp.int32)[None, :]
         begins = place >= self.prompt_length[:, None]

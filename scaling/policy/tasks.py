@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jaxkv import validation
 
@@ -33,7 +33,7 @@ _COPIED = "abcdefgh"
 class Prompts(NamedTuple):
     """Prompts of a task."""
 
-    tokens: Int32[Array, "prompts {PROMPT_TOKENS}"]
+    tokens: Int32[Array, "prompts prompt_tokens"]
     """Token ids, arbitrary from `length` on."""
     length: Int32[Array, " prompts"]
     """Lengths in tokens."""
@@ -42,7 +42,7 @@ class Prompts(NamedTuple):
 class Answers(NamedTuple):
     """Answers, padded with the end token."""
 
-    tokens: Int32[Array, "answers {ANSWER_TOKENS}"]
+    tokens: Int32[Array, "answers answer_tokens"]
     """Token ids; `END` from the end of the answer on."""
     length: Int32[Array, " answers"]
     """Lengths in tokens, the end token included if it was drawn."""
@@ -67,7 +67,7 @@ def reward(task: Task, prompts: Prompts, answers: Answers) -> Float[Array, " ans
     return task.is_right(prompts, answers).astype(jnp.float32)
 
 
-def decode(tokens: Int32[np.ndarray, " tokens"]) -> str:
+def decode(tokens: Int[np.ndarray, " tokens"]) -> str:
     """Returns the characters of token ids up to the end token."""
     text = ""
     for token in np.asarray(tokens).tolist():
