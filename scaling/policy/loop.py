@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from jaxkv import score
+from jaxkv import score, validation
 from jaxkv.models import ModelConfig, Params, init_params, logits
 from jaxkv.validation import (
     ConfigRecord,
@@ -132,6 +132,7 @@ class PolicyInfo(NamedTuple):
     grad_norm: Float[Array, ""]
 
 
+@validation.checks_numbers(seed=0)
 def start_policy(params: Params, seed: int | Int32[Array, ""]) -> PolicyState:
     """Returns the state before the first update; the reference is `params`."""
     moments = make_optimizer(OPTIMIZER).init(params)
@@ -139,6 +140,7 @@ def start_policy(params: Params, seed: int | Int32[Array, ""]) -> PolicyState:
     return PolicyState(policy, params, jnp.asarray(seed, jnp.int32))
 
 
+@validation.checks_numbers()
 def run_policy(
     state: PolicyState, config: PolicyConfig, num_updates: int
 ) -> tuple[PolicyState, PolicyInfo]:
@@ -287,10 +289,10 @@ def _sampler(params: Params, key: Array, mismatch: float) -> Params:
     return jax.tree.unflatten(tree, noisy)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "batch_size"))
+@validation.checks_numbers(seed=0, skill="(0, 1]")
 def pretrain(
-    seed: Int32[Array, ""],
-    num_steps: Int32[Array, ""],
+    seed: int,
+    num_steps: int,
     *,
     model: ModelConfig = SMALL_POLICY,
     batch_size: int = 128,
@@ -305,8 +307,8 @@ def pretrain(
     Args:
       seed: seed of parameters and demonstrations.
       num_steps: steps, of `batch_size` demonstrations each.
-      model: the policy, static.
-      batch_size: demonstrations of a step, a multiple of the tasks, static.
+      model: the policy.
+      batch_size: demonstrations of a step, at least one for each task.
       skill: probability that a demonstration of the rest has a right answer; else it
         is the answer to another prompt.
       learning_rate: learning rate of AdamW, which falls linearly to 0.
@@ -314,6 +316,7 @@ def pretrain(
     Returns:
       The parameters, and the mean loss of the last step in nats per token.
     """
+    validation.integer("batch_size", batch_size, low=len(TASKS))
     key = jax.random.key(seed)
     params = init_params(model, jax.random.fold_in(key, 0))
     state = TrainState(params, make_optimizer(OPTIMIZER).init(params), jnp.int32(0))
@@ -324,7 +327,7 @@ def pretrain(
 
     def step(index: Array, carry: tuple[TrainState, Array]) -> tuple[TrainState, Array]:
         state, _ = carry
-        share = index.astype(jnp.float32) / num_steps.astype(jnp.float32)
+        share = index.astype(jnp.float32) / num_steps
         chance = jnp.where(share < SKILLED_SHARE, 1.0, skill)
         batch = demonstrations(jax.random.fold_in(key, 1 + index), batch_size, chance)
         loss, grads = jax.value_and_grad(loss_of)(state.params, batch)

@@ -130,7 +130,7 @@ def _mean_of_answers(values: TokenValues, mask: TokenMask) -> Float[Array, " ans
     return jnp.sum(jnp.where(mask, values, 0), axis=1) / num
 
 
-@validation.checks_numbers(k=1)
+@validation.checks_numbers()
 def pass_at_k(
     num_right: Int[np.ndarray, " prompts"], num_samples: int, k: int
 ) -> Float[np.ndarray, " prompts"]:

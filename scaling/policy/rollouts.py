@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from jaxkv import engine, scheduling
+from jaxkv import engine, scheduling, validation
 from jaxkv.engine import EngineConfig, RequestKinds
 from jaxkv.models import ModelConfig, PagedForward, Params, make_model_pages
 from jaxkv.sampling import Sampling, request_keys
@@ -86,6 +86,7 @@ def _template(
     )
 
 
+@validation.checks_numbers()
 def roll_out(
     params: Params,
     prompts: Prompts,

@@ -23,6 +23,7 @@ from scaling import (
     frontiers,
     laws,
     plan,
+    policy,
     shapes,
     sweeps,
     training,
@@ -364,6 +365,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "level": 0.9,
         },
         "sweeps.nearest_shape": {"num_params": 1e4, "num_layers": 1, "seq_len": 32},
+        "policy.pass_at_k": {"num_right": np.array([1]), "num_samples": 5, "k": 2},
         "training.check_trainable": {
             "model": SMALL,
             "layout": costs.Layout(),
@@ -427,6 +429,27 @@ def make_costly_arguments() -> dict[str, dict[str, Any]]:
             "level": 0.9,
             "seed": 0,
         },
+        "policy.pretrain": {
+            "seed": 0,
+            "num_steps": 1,
+            "batch_size": 4,
+            "skill": 0.5,
+            "learning_rate": 1e-3,
+        },
+        "policy.roll_out": {
+            "params": {},
+            "prompts": policy.TASKS["sums"].draw(jax.random.key(0), 1),
+            "key": np.zeros(2, np.uint32),
+            "model": SMALL,
+            "group_size": 2,
+            "temperature": 1.0,
+        },
+        "policy.run_policy": {
+            "state": None,
+            "config": policy.PolicyConfig(),
+            "num_updates": 1,
+        },
+        "policy.start_policy": {"params": {}, "seed": 0},
         "training.acceptance_rates": {
             "params": {},
             "target": {},

@@ -259,7 +259,7 @@ def test_a_mismatch_is_measured() -> None:
 
 @pytest.mark.slow
 def test_a_policy_learns_a_task() -> None:
-    start, _ = pretrain(jnp.int32(0), jnp.int32(4000))
+    start, _ = pretrain(0, 4000)
     run = jax.jit(
         functools.partial(
             run_policy, config=PolicyConfig(task="copying"), num_updates=400
