@@ -301,8 +301,8 @@ def pretrain(
 ) -> tuple[Params, Float[Array, ""]]:
     """Pretrains a policy on demonstrations of all tasks.
 
-    At first all of them are right; in the rest, from `SKILLED_SHARE` of the steps on,
-    few are, so that the policy can do the tasks and rarely does.
+    At first all of them are right; from `SKILLED_SHARE` of the steps on, few are, for a
+    policy that leaves room for improvement.
 
     Args:
       seed: seed of parameters and demonstrations.
