@@ -27,14 +27,13 @@ import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
 from jaxtyping import Array, PyTree
 
-from jaxkv import files
+from jaxkv.files import write_atomically
 from jaxkv.serving.compiling import compilation_cache
 
 MAX_PROGRAMS = 64
@@ -60,6 +59,7 @@ _START_S = time.time() - 10.0
 """A time before this process read its first source file, in s since the epoch."""
 _LIBRARIES = {"jax", "jaxlib", "numpy", "ml_dtypes", "flax", "optax", "jaxtyping"}
 _KNOWN = _LIBRARIES | {*TRACED_PACKAGES} | sys.stdlib_module_names
+_BUILT_IN = tuple, list, dict, type(None)
 _UNRELATED_SETTINGS = "cache", "log", "traceback", "dump", "distributed"
 """Parts of the names of JAX's settings that change no program."""
 
@@ -124,7 +124,7 @@ def _store(path: Path, program: jax.stages.Compiled) -> None:
             pickle.dumps(serialize_executable.serialize(program)), 1
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_atomically(path, content)
+        write_atomically(path, content)
         stored = sorted(path.parent.glob("*" + _PROGRAM_SUFFIX), key=os.path.getmtime)
         for old in stored[:-MAX_PROGRAMS]:
             old.unlink(missing_ok=True)
@@ -151,7 +151,7 @@ def _key(
             _describe(dict(static)),
             list(_describe_tree(tree)),
             [_describe_array(leaf, device) for leaf in leaves],
-            *_loaded_constants(),
+            *_module_contents(),
         ]
     except _IncompleteKey:
         return None
@@ -216,33 +216,61 @@ def _digest_files(paths: tuple[str, ...]) -> str:
     return digest.hexdigest()
 
 
-def _loaded_constants() -> Iterator[tuple[str, str]]:
-    """Yields names and values of the constants of the loaded modules.
+def _module_contents() -> Iterator[tuple[str, ...]]:
+    """Yields the functions, types and constants of the loaded modules, by name.
+
+    A program is traced from these, which differ from the source files where one was
+    replaced at run time.
 
     Raises:
-      _IncompleteKey: a function of a module is not its own, nor that of a library.
+      _IncompleteKey: a function or type is from outside of the project and libraries.
     """
     for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] not in TRACED_PACKAGES or module is None:
+        package, *rest = name.split(".")
+        if package not in TRACED_PACKAGES or module is None or {*rest[:1]} & UNTRACED:
             continue
         for attribute, value in sorted(vars(module).items()):
-            if isinstance(value, bool | int | float | str) and attribute[0] != "_":
-                yield f"{name}.{attribute}", repr(value)
-            _refuse_replaced(value)
+            place = f"{name}.{attribute}"
+            if not attribute.startswith("__"):
+                yield place, *_identify(value)
             if isinstance(value, type) and value.__module__ == name:
-                for member in vars(value).values():
-                    _refuse_replaced(member)
+                for member, content in sorted(vars(value).items()):
+                    yield f"{place}.{member}", *_identify(content)
 
 
-def _refuse_replaced(value: object) -> None:
-    """Raises `_IncompleteKey` for a function from outside, or of `unittest.mock`."""
-    if isinstance(value, types.FunctionType):
-        root = value.__module__.partition(".")[0]
-        is_generated = root.startswith("namedtuple_")
-        if root not in _KNOWN and not is_generated:
-            raise _IncompleteKey
-    elif type(value).__module__ == "unittest.mock":
+def _identify(value: object) -> tuple[str, ...]:
+    """Returns the name and place of a function or type, or the value of a constant."""
+    parts: tuple[str, ...] = ()
+    if isinstance(value, property):
+        inner: object = value.fget
+        home = "builtins"
+    elif isinstance(value, types.FunctionType):
+        # Not `__module__`, which `functools.wraps` copies.
+        inner = getattr(value, "__wrapped__", None)
+        home = value.__globals__["__name__"]
+        code = value.__code__
+        parts = value.__qualname__, str(code.co_firstlineno), code.co_filename
+    elif isinstance(value, type):
+        inner = None
+        home = value.__module__
+        parts = (value.__qualname__,)
+    else:
+        # Methods of a class, and what `jit` returns.
+        inner = getattr(value, "__func__", getattr(value, "__wrapped__", None))
+        home = type(value).__module__
+        parts = (repr(value),) if _is_plain(value) else ()
+    root = home.partition(".")[0]
+    is_known = root in _KNOWN or root.startswith("namedtuple_")
+    if home == "unittest.mock" or not is_known:
         raise _IncompleteKey
+    return home, *parts, *(() if inner is None else _identify(inner))
+
+
+def _is_plain(value: object) -> bool:
+    """True for a constant whose text has no addresses of objects."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _describe_array(leaf: object, device: jax.Device) -> tuple[object, ...]:
@@ -274,12 +302,13 @@ def _describe(value: object) -> object:
         if kind.__module__ in ("builtins", "numpy", "numpy.dtypes"):
             return kind.__name__, str(value)
     if isinstance(value, type | types.FunctionType):
-        root = value.__module__.partition(".")[0]
-        owner: Any = sys.modules.get(value.__module__)
-        named = getattr(owner, value.__qualname__, None)
-        if named is value or inspect.unwrap(named or value) is value:
-            if root in _LIBRARIES | {*TRACED_PACKAGES, "builtins"}:
-                return value.__module__, value.__qualname__
+        home, name = value.__module__, value.__qualname__
+        named = getattr(sys.modules.get(home), name, None)
+        # Not a function within a function, since its code hides what it captured.
+        is_named = named is not None and inspect.unwrap(named) is inspect.unwrap(value)
+        is_known = home.partition(".")[0] in _LIBRARIES | {*TRACED_PACKAGES}
+        if value in _BUILT_IN or (is_named and is_known):
+            return home, name
         raise _IncompleteKey
     if isinstance(value, functools.partial):
         return "partial", _describe((value.func, value.args, value.keywords))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import arrays, scheduling
+from jaxkv import arrays, scheduling, validation
 from jaxkv.engine import state as engine_state
 from jaxkv.memory import page_pool
 from jaxkv.serving.compiling import program_store
@@ -68,7 +68,15 @@ def test_other_arguments_are_other_programs(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ROW_TILE", 32), ("settings", "highest"), ("sources", "another")],
+    [
+        ("ROW_TILE", 32),
+        ("settings", "highest"),
+        ("sources", "another"),
+        # Functions that are the project's own, in another's place.
+        ("page_pool.share", page_pool.release),
+        ("page_pool.allocate", page_pool.allocate_at),
+        ("page_pool.Pool.__repr__", page_pool.release),
+    ],
 )
 def test_changed_constants_settings_and_sources_change_the_key(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
@@ -79,11 +87,14 @@ def test_changed_constants_settings_and_sources_change_the_key(
         jax.config.update("jax_default_matmul_precision", value)
     elif name == "sources":
         monkeypatch.setattr(program_store, "_digest_files", lambda paths: value)
+    elif name.startswith("page_pool."):
+        monkeypatch.setattr(f"jaxkv.memory.{name}", value)
     else:
         monkeypatch.setattr(engine_state, name, value)
     key = program_store._key(FIRST, {"num": 2}, ((MARKS,), {}))
     jax.config.update("jax_default_matmul_precision", before)
-    assert key is None or not (folder / f"{key}.program").exists()
+    assert key is not None
+    assert not (folder / f"{key}.program").exists()
 
 
 def test_a_damaged_file_is_replaced(folder: Path) -> None:
@@ -115,6 +126,8 @@ def ours(x: jax.Array) -> jax.Array:
         (ours, {}, MARKS),
         (arrays.number_marked, {"num": ours}, MARKS),
         (arrays.number_marked, {"num": functools.partial(ours)}, MARKS),
+        # A function within a function: its code does not tell what it captured.
+        (arrays.number_marked, {"num": validation.checks_numbers()}, MARKS),
         (arrays.number_marked, {"num": object()}, MARKS),
         (arrays.number_marked, {}, Pair(MARKS)),
         (arrays.number_marked, {}, jax.tree_util.Partial(ours, MARKS)),
@@ -138,7 +151,12 @@ def test_what_is_of_the_project_has_a_key() -> None:
         assert program_store._key(function, static, policy) is not None
 
 
-@pytest.mark.parametrize("value", [ours, mock.Mock()])
+@functools.wraps(page_pool.share)
+def wrapped(*args: object) -> None:
+    """Has the name and module of what it replaces."""
+
+
+@pytest.mark.parametrize("value", [ours, wrapped, Pair, mock.Mock()])
 def test_a_replaced_function_leaves_all_programs_to_jax(
     folder: Path, monkeypatch: pytest.MonkeyPatch, value: object
 ) -> None:
