@@ -230,12 +230,24 @@ def _module_contents() -> Iterator[tuple[str, ...]]:
         if package not in TRACED_PACKAGES or module is None or {*rest[:1]} & UNTRACED:
             continue
         for attribute, value in sorted(vars(module).items()):
+            # A package has an export only once it was asked for.
+            is_export = hasattr(module, "__path__") and _is_export(attribute, value)
+            if attribute.startswith("__") or is_export:
+                continue
             place = f"{name}.{attribute}"
-            if not attribute.startswith("__"):
-                yield place, *_identify(value)
+            yield place, *_identify(value)
             if isinstance(value, type) and value.__module__ == name:
                 for member, content in sorted(vars(value).items()):
-                    yield f"{place}.{member}", *_identify(content)
+                    if member != "__slotnames__":  # present once it was copied
+                        yield f"{place}.{member}", *_identify(content)
+
+
+def _is_export(attribute: str, value: object) -> bool:
+    """True for a function or type that has its own name, and that its module has."""
+    home = sys.modules.get(getattr(value, "__module__", None) or "")
+    return getattr(home, attribute, None) is value and isinstance(
+        value, types.FunctionType | type
+    )
 
 
 def _identify(value: object) -> tuple[str, ...]:

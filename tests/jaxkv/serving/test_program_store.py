@@ -1,6 +1,9 @@
 """Programs are found in files by what they are traced from, or not at all."""
 
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +17,7 @@ from jaxkv import arrays, scheduling, validation
 from jaxkv.engine import state as engine_state
 from jaxkv.memory import page_pool
 from jaxkv.serving.compiling import program_store
+from tests.support.folders import ROOT
 
 MARKS = np.array([True, False, True])
 FIRST = jax.jit(arrays.marked_indices, static_argnames="num")
@@ -171,3 +175,33 @@ def test_source_files_that_changed_since_the_start_leave_all_to_jax(
     monkeypatch.setattr(program_store, "_START_S", 0.0)
     np.testing.assert_array_equal(compile_first()(MARKS), [0, 2])
     assert not num_stored(folder)
+
+
+SERVE = """
+import jaxkv
+engine = jaxkv.Engine.load("stdlib-bytes", max_slots=2, num_pages=8, max_length=32)
+[done] = engine.generate([[1, 2, 3]], jaxkv.Sampling.greedy(max_tokens=4))
+print(done.tokens)
+"""
+
+
+@pytest.mark.thorough
+def test_a_second_process_finds_all_programs_of_an_engine(tmp_path: Path) -> None:
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    variables = os.environ | cache | {"PYTHONPATH": str(ROOT)}
+    outputs = []
+    stored = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", SERVE],
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs.append(done.stdout)
+        stored.append({path.name for path in tmp_path.glob("cache/*.program")})
+    assert outputs[0] == outputs[1]
+    # `submit`, the steps of greedy requests, and `drain`.
+    assert len(stored[0]) == 3
+    assert stored[1] == stored[0]
