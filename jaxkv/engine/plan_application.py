@@ -92,14 +92,8 @@ def apply_plan(
         jnp.pad(x, (0, size - x.shape[0])) for x in (plan.preempt, plan.admit)
     )
     with jax.named_scope("preempt_and_admit"):
-        staged = state.staging is not None
         # Used as it is if no sequence is preempted or admitted.
-        batch = _Batch(
-            plan=SlotPlan(plan.places, plan.num_rows, plan.drafts),
-            scheduling=jnp.zeros((len(SchedulingCounts._fields),), jnp.int32),
-            back=jnp.full(plan.admit.shape, NO_SEQUENCE, jnp.int32) if staged else None,
-            num_back=jnp.zeros((), jnp.int32) if staged else None,
-        )
+        batch = _unchanged_batch(state, plan)
         state, batch = arrays.update_if(
             jnp.any(preempt | admit),
             functools.partial(
@@ -119,6 +113,17 @@ def apply_plan(
         num_places=jnp.maximum(table.length + table.ahead, batch.plan.places),
         num_copied=num_copied,
         enough=enough,
+    )
+
+
+def _unchanged_batch(state: EngineState, plan: Plan) -> _Batch:
+    """Returns the slots if no sequence is preempted or admitted."""
+    staged = state.staging is not None
+    return _Batch(
+        plan=SlotPlan(plan.places, plan.num_rows, plan.drafts),
+        scheduling=jnp.zeros((len(SchedulingCounts._fields),), jnp.int32),
+        back=jnp.full(plan.admit.shape, NO_SEQUENCE, jnp.int32) if staged else None,
+        num_back=jnp.zeros((), jnp.int32) if staged else None,
     )
 
 
@@ -216,18 +221,10 @@ def forget_kv(
         head_rows=head,
         drafts=none if config.max_drafts else None,
     )
-    staging = state.staging
-    staged = staging is not None
-    batch = _Batch(
-        plan=SlotPlan(plan.places, plan.num_rows, plan.drafts),
-        scheduling=jnp.zeros((len(SchedulingCounts._fields),), jnp.int32),
-        back=jnp.full(head.shape, NO_SEQUENCE, jnp.int32) if staged else None,
-        num_back=jnp.zeros((), jnp.int32) if staged else None,
-    )
     no_pages = jnp.full((head.shape[0], config.max_pages_per_slot), NO_PAGE, jnp.int32)
     prefix_match = prefix_caching.PrefixMatch(no_pages, head, head)
     state, _ = _preempt_and_admit(
-        (state, batch),
+        (state, _unchanged_batch(state, plan)),
         plan,
         prefix_match,
         config=config,
@@ -241,7 +238,7 @@ def forget_kv(
             pool=release_counted(state.pool, cached)[0],
             prefixes=make_prefix_cache(config.num_pages, config.page_size),
         )
-    if staging is None:
+    if (staging := state.staging) is None:
         return state
     every = jnp.ones(state.sequences.group.shape, bool)
     empty = make_staging(

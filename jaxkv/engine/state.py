@@ -207,8 +207,8 @@ class EngineConfig:
 class RequestKinds(NamedTuple):
     """Kinds of requests that a program of steps can serve; static.
 
-    Without a kind the program is smaller and compiles faster. The steps of requests of
-    the other kinds are the same bit for bit.
+    A program without a kind is smaller and compiles faster, and takes the same steps,
+    bit for bit, if no request of that kind waits or runs. It does not detect one.
     """
 
     sampled: bool = True
