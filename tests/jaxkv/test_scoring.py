@@ -184,10 +184,10 @@ def test_an_engine_on_two_devices_reports_the_bits_of_score(
 @pytest.mark.parametrize(
     "config",
     [
-        DENSE,
+        dataclasses.replace(DENSE, num_layers=1),
         *(
             pytest.param(x, marks=pytest.mark.thorough)
-            for x in (EXPERTS, LATENT, WINDOW)
+            for x in (DENSE, EXPERTS, LATENT, WINDOW)
         ),
     ],
 )
@@ -227,6 +227,7 @@ def test_score_has_the_gradient_of_the_ordinary_forward_pass(
     assert not np.asarray(alone)[2, 23:].any()
 
 
+@pytest.mark.thorough
 def test_score_under_temperature_and_cuts() -> None:
     params = params_of(DENSE)
     rng = np.random.default_rng(2)

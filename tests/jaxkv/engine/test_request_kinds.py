@@ -15,39 +15,6 @@ from tests.support import engines
 SWAPPING = dataclasses.replace(engines.TIGHT, max_swap_pages=24)
 
 
-def check(
-    kinds: RequestKinds,
-    config: jaxkv.EngineConfig,
-    *,
-    as_served: bool,
-    **policy: Any,
-) -> None:
-    """Serves random requests of these kinds by both programs, with preemptions."""
-    rng = np.random.default_rng(0)
-    asks = engines.random_asks(rng, 12, scores=True, max_n=2 if kinds.grouped else 1)
-    if not kinds.sampled:
-        plain = [
-            Sampling.greedy(max_tokens=ask.sampling.max_tokens, n=ask.sampling.n)
-            for ask in asks
-        ]
-        asks = [ask._replace(sampling=x) for ask, x in zip(asks, plain, strict=True)]
-    if kinds.grouped:  # pages for two long answers
-        config = dataclasses.replace(config, num_pages=24)
-    rule = jaxkv.fcfs(**policy)
-    small, full = (
-        engines.serve(asks, config, rule, kinds=some, as_served=as_served)
-        for some in (kinds, None)
-    )
-    assert small.info.num_preempted.sum() > 0
-    leaves = (jax.tree.leaves((run.info, run.state)) for run in (small, full))
-    for one, other in zip(*leaves, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_steps_of_plain_requests() -> None:
-    check(RequestKinds(sampled=False, grouped=False), engines.TIGHT, as_served=False)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("kinds", [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize(
@@ -56,8 +23,27 @@ def test_steps_of_plain_requests() -> None:
 def test_steps_of_fewer_kinds(
     kinds: tuple[bool, bool], config: jaxkv.EngineConfig
 ) -> None:
-    how = "swap" if config.max_swap_pages else "recompute"
-    check(RequestKinds(*kinds), config, as_served=True, preemption=how)
+    """Serves random requests by both programs, with preemptions."""
+    smaller = RequestKinds(*kinds)
+    rng = np.random.default_rng(0)
+    asks = engines.random_asks(rng, 12, scores=True, max_n=2 if smaller.grouped else 1)
+    if not smaller.sampled:
+        plain = [
+            Sampling.greedy(max_tokens=ask.sampling.max_tokens, n=ask.sampling.n)
+            for ask in asks
+        ]
+        asks = [ask._replace(sampling=x) for ask, x in zip(asks, plain, strict=True)]
+    rule = jaxkv.fcfs(preemption="swap" if config.max_swap_pages else "recompute")
+    if smaller.grouped:  # pages for two long answers
+        config = dataclasses.replace(config, num_pages=24)
+    small, full = (
+        engines.serve(asks, config, rule, kinds=some, as_served=True)
+        for some in (smaller, None)
+    )
+    assert small.info.num_preempted.sum() > 0
+    leaves = (jax.tree.leaves((run.info, run.state)) for run in (small, full))
+    for one, other in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(
