@@ -22,6 +22,9 @@ from jaxkv.speculation import Method, ModelWeights, build_speculative, parse_spe
 
 PLAIN = RequestKinds(sampled=False, grouped=False)
 """Greedy requests of one answer, which is all that is timed."""
+MAX_PREFILL = 512
+"""Tokens of a prompt that are prefilled before decoding is timed. For a longer prompt,
+compiling a program that skips the prefill takes less time."""
 
 
 class TurnTiming(NamedTuple):
@@ -251,7 +254,7 @@ class JaxkvEngine:
         forward: Forward | None = None,
         note: bool = False,
     ) -> DecodeCount:
-        """Decodes after prompts; those of several sequences are not prefilled.
+        """Decodes after prompts; only one short prompt is prefilled.
 
         Args:
           prompts: prompts, of which only the lengths are used.
@@ -267,11 +270,11 @@ class JaxkvEngine:
         num_tokens = min(max_tokens, first + num_tokens)
         ask = Sampling.greedy(max_tokens=num_tokens, ignore_eos=True)
         ids = [served.submit(prompt, ask) for prompt in prompts]
-        if len(prompts) == 1:  # fast, and without a further program
+        num_prefilled = len(prompts) * len(prompts[0])
+        if len(prompts) == 1 and num_prefilled <= MAX_PREFILL:
             prefill_one(served)
         else:
-            num_read = len(prompts) * len(prompts[0])
-            skip_prefill(served, NoOpForward(self._vocab_size), num_read)
+            skip_prefill(served, NoOpForward(self._vocab_size), num_prefilled)
         served.trace.clear()
         how = use_forward(served, forward or self.forward)
         with record_call_times(served) as calls, how:
