@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         PolicyLoss,
         PolicyObjective,
         group_advantages,
+        k1,
+        k3,
         pass_at_k,
         policy_loss,
     )

@@ -10,105 +10,32 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import models, scheduling
-from jaxkv.engine import EngineConfig, EngineRules
-from jaxkv.models import Experts, ModelConfig
+from experiments.decoding.rollout_mismatch.schedules import (
+    FAMILIES,
+    LENGTH,
+    LOADS,
+    SETUPS,
+    EngineSetup,
+    count_different,
+    make_setup_engine,
+)
+from jaxkv import models
+from jaxkv.models import ModelConfig
 from jaxkv.parallel import make_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.serving import read_model_folder
-from jaxkv.speculation import ModelWeights, build_speculative, parse_speculation
 from tests.support import engines, latent_models
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
-DENSE = dataclasses.replace(engines.MODEL, max_positions=128)
-EXPERTS = dataclasses.replace(DENSE, experts=Experts(num_experts=4, top_k=2, size=24))
-LATENT = dataclasses.replace(latent_models.LATENT, max_positions=128)
-WINDOW = dataclasses.replace(DENSE, window=21)
-LENGTH = 120
-CONFIG = EngineConfig(
-    num_pages=36,
-    page_size=8,
-    max_slots=3,
-    max_length=LENGTH,
-    token_budget=40,
-    max_logit_rows=30,
-    numerics="reproducible",
-    prefix_cache=True,
-)
-"""A pool for two of the three slots, so that sequences are preempted."""
+DENSE = FAMILIES["dense"]
+SETUP = SETUPS["recompute"]
 
 
-def requests(num: int, vocab: int) -> tuple[list[list[int]], list[Sampling]]:
-    """Returns prompts, some with a common prefix, and sampling parameters."""
-    rng = np.random.default_rng(5)
-    prefix = rng.integers(0, vocab, 24).tolist()
-    prompts = []
-    asks = []
-    for index in range(num):
-        own = rng.integers(0, vocab, rng.integers(1, 40)).tolist()
-        prompts.append(prefix + own if index % 2 else own)
-        asks.append(
-            Sampling(
-                max_tokens=LENGTH - len(prompts[-1]),
-                temperature=float(rng.uniform(0.5, 1.2)),
-                top_k=int(rng.integers(0, 30)),
-                seed=index,
-                logprobs=0,
-                prompt_logprobs=index % 3 == 0,
-                n=1 + index % 2,
-                ignore_eos=True,
-            )
-        )
-    return prompts, asks
-
-
-def count_equal(
-    engine: jaxkv.Engine,
-    params: Any,
-    config: ModelConfig,
-    *,
-    num: int = 12,
-    mesh: Any = None,
-) -> tuple[int, int]:
-    """Returns the numbers of equal and of all log-probabilities of an engine."""
-    prompts, asks = requests(num, min(config.vocab_size, 61))
-    answers = []
-    for prompt, done in zip(prompts, engine.generate(prompts, asks), strict=True):
-        known = done.prompt_logprobs or [None] * len(prompt)
-        for answer in done.answers:
-            assert answer.logprobs is not None
-            answers.append((prompt + answer.tokens, [*known, *answer.logprobs]))
-    tokens = np.zeros((len(answers), LENGTH), np.int32)
-    reported = np.full(tokens.shape, np.nan, np.float32)
-    lengths = np.array([len(line) for line, _ in answers], np.int32)
-    for row, (line, logprobs) in enumerate(answers):
-        tokens[row, : len(line)] = line
-        reported[row, : len(line)] = [
-            np.nan if logprob is None else logprob for logprob in logprobs
-        ]
-    scores = jaxkv.score(params, tokens, lengths, config=config, mesh=mesh)
-    known = ~np.isnan(reported)
-    return int((reported == np.asarray(scores))[known].sum()), int(known.sum())
-
-
-def engine_of(
-    config: ModelConfig,
-    params: Any,
-    method: Any = None,
-    policy: Any = None,
-    **fields: Any,
-) -> jaxkv.Engine:
-    """Returns an engine of `CONFIG`, with some fields changed."""
-    bounds = dataclasses.replace(CONFIG, **fields)
-    parts, speculation = build_speculative(
-        ModelWeights(config, params),
-        bounds,
-        parse_speculation(method),
-        dtype=str(params["embed"]["weight"].dtype),
-    )
-    policy = scheduling.fcfs() if policy is None else policy
-    return jaxkv.Engine(parts, EngineRules(policy=policy, speculation=speculation))
+def setup_of(name: str = "recompute", **fields: Any) -> EngineSetup:
+    """Returns a setup with some of its bounds changed."""
+    setup = SETUPS[name]
+    return setup._replace(bounds=dataclasses.replace(setup.bounds, **fields))
 
 
 def params_of(config: ModelConfig, dtype: str = "float32") -> Any:
@@ -120,49 +47,58 @@ def params_of(config: ModelConfig, dtype: str = "float32") -> Any:
 @functools.cache
 def shared_engine() -> jaxkv.Engine:
     """An engine of `DENSE`, compiled once."""
-    return engine_of(DENSE, params_of(DENSE))
+    return make_setup_engine(DENSE, params_of(DENSE), SETUP)
 
 
 def test_an_engine_reports_the_bits_of_score() -> None:
     params = params_of(DENSE)
     engine = shared_engine()
-    equal, num = count_equal(engine, params, DENSE, num=16)
-    assert equal == num > 1_500, (equal, num)
-    equal, again = count_equal(engine, params, DENSE, num=16)  # with prefix hits
-    assert equal == again > 500
+    for at_least in (1_500, 500):  # the second time with prefix hits
+        counts = count_different(engine, DENSE, params, num_requests=16)
+        assert counts.num_different == 0
+        assert counts.num_logprobs > at_least
 
 
-SWAP = {
-    "max_swap_pages": 15,
-    "policy": scheduling.fcfs(preemption="swap", hold_new=False),
-}
+@pytest.mark.thorough
+@pytest.mark.parametrize("load", LOADS[1:])
+def test_the_order_of_requests_changes_no_bit(load: str) -> None:
+    params = params_of(DENSE)
+    counts = count_different(shared_engine(), DENSE, params, load=load)
+    assert counts.num_different == 0
+    assert counts.num_logprobs > 1_000
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("config", "dtype", "fields"),
+    ("family", "dtype", "setup"),
     [
-        (DENSE, "bfloat16", {}),
-        (DENSE, "float32", SWAP),
-        (DENSE, "bfloat16", {"page_size": 64, "num_pages": 6, "token_budget": 200}),
-        (DENSE, "float32", {"page_size": 2, "num_pages": 130, "token_budget": 7}),
-        (DENSE, "float32", {"method": "ngram", "max_drafts": 3}),
-        (DENSE, "bfloat16", {"method": "early-exit", "max_drafts": 3}),
-        (EXPERTS, "float32", {}),
-        (EXPERTS, "bfloat16", {"page_size": 16, "num_pages": 20}),
-        (LATENT, "float32", {}),
-        (LATENT, "float32", {"method": "ngram", "max_drafts": 2, **SWAP}),
-        (WINDOW, "float32", {"token_budget": 70}),
-        (WINDOW, "bfloat16", {}),
+        ("dense", "bfloat16", SETUP),
+        ("dense", "float32", SETUPS["swap"]),
+        ("dense", "bfloat16", setup_of("large pages", num_pages=6)),
+        ("dense", "float32", SETUPS["small pages"]),
+        ("dense", "float32", SETUPS["drafts"]),
+        ("dense", "bfloat16", setup_of(max_drafts=3)._replace(method="early-exit")),
+        ("experts", "float32", SETUP),
+        ("experts", "bfloat16", setup_of(page_size=16, num_pages=20)),
+        ("latent", "float32", SETUP),
+        (
+            "latent",
+            "float32",
+            setup_of("swap", max_drafts=2)._replace(method="ngram"),
+        ),
+        ("window", "float32", setup_of(token_budget=70)),
+        ("window", "bfloat16", SETUP),
     ],
 )
 def test_any_engine_reports_the_bits_of_score(
-    config: ModelConfig, dtype: str, fields: dict[str, Any]
+    family: str, dtype: str, setup: EngineSetup
 ) -> None:
+    config = FAMILIES[family]
     params = params_of(config, dtype)
-    engine = engine_of(config, params, **fields)
-    equal, num = count_equal(engine, params, config)
-    assert equal == num > 1_000, (equal, num)
+    engine = make_setup_engine(config, params, setup)
+    counts = count_different(engine, config, params)
+    assert counts.num_different == 0
+    assert counts.num_logprobs > 1_000
 
 
 @pytest.mark.thorough
@@ -174,21 +110,20 @@ def test_an_engine_on_two_devices_reports_the_bits_of_score(
     mesh = make_mesh(tensor=2)
     loaded = read_model_folder(folder, dtype=dtype, mesh=mesh)
     bounds = {
-        field.name: getattr(CONFIG, field.name) for field in dataclasses.fields(CONFIG)
+        field.name: getattr(SETUP.bounds, field.name)
+        for field in dataclasses.fields(SETUP.bounds)
     }
     engine = jaxkv.Engine.load(folder, loaded=loaded, mesh=mesh, dtype=dtype, **bounds)
-    equal, num = count_equal(engine, loaded.params, loaded.config, mesh=mesh)
-    assert equal == num > 1_000, (equal, num)
+    counts = count_different(engine, loaded.config, loaded.params, mesh=mesh)
+    assert counts.num_different == 0
+    assert counts.num_logprobs > 1_000
 
 
 @pytest.mark.parametrize(
     "config",
     [
         dataclasses.replace(DENSE, num_layers=1),
-        *(
-            pytest.param(x, marks=pytest.mark.thorough)
-            for x in (DENSE, EXPERTS, LATENT, WINDOW)
-        ),
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in FAMILIES.values()),
     ],
 )
 def test_score_has_the_gradient_of_the_ordinary_forward_pass(

@@ -1,0 +1,1 @@
+"""Differences between the probabilities of a sampler and of a trainer."""
