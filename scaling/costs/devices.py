@@ -9,7 +9,7 @@ or less than the data sheet's round number: 81,559 MiB for an H100 of 80 GB.
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-type Precision = Literal["float32", "bfloat16", "float8"]
+type Precision = Literal["float32", "bfloat16", "float8", "float4"]
 
 BYTES_PER_NUMBER: Mapping[str, int] = {
     "float32": 4,
@@ -37,6 +37,7 @@ class Device(NamedTuple):
       measured_bandwidth: highest measured memory bandwidth; 0 if unknown.
       measured_source: source of the measurements.
       sheet_bytes: memory of the data sheet, in decimal GB as papers count it.
+      float4: dense 4-bit products, operations per second; 0 if not supported.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Device(NamedTuple):
     measured_bandwidth: float = 0.0
     measured_source: str = ""
     sheet_bytes: float = 0.0
+    float4: float = 0.0
 
     def rate(self, precision: Precision) -> float:
         """Returns the operations per second at a precision.
@@ -85,6 +87,10 @@ h100-pcie    80   2000   756    1513   51.2  300
 h800         80   3350   989.4  1978.9 66.9  200
 h200         141  4800   989.4  1978.9 66.9  450
 b200         180  7700   2250   4500   75    900
+b300         288  8000   2250   4500   75    900
+gb200        186  8000   2500   5000   80    900
+gb300        288  8000   2500   5000   80    900
+rtx-4090     24   1008   165.2  330.3  82.6  32
 rtx-pro-6000 96   1597   480    960    120    64
 mi300x       192  5300   1307.4 2614.9 163.4 64
 tpu-v5e      16   819    197    0      0     50
@@ -105,6 +111,11 @@ _SOURCES = {
     "h800": "as H100 with NVLink of 400 GB/s in both directions together",
     "h200": "NVIDIA H200 SXM data sheet, 2024, without sparsity",
     "b200": "NVIDIA HGX B200 data sheet, 2025, without sparsity",
+    "b300": "NVIDIA HGX B300 data sheet, 2025, without sparsity",
+    "gb200": "NVIDIA GB200 NVL72 data sheet, 2024, a GPU of 72, without sparsity",
+    "gb300": "NVIDIA GB300 NVL72 data sheet, 2025, a GPU of 72, without sparsity",
+    "rtx-4090": "NVIDIA Ada GPU Architecture, 2023, appendix A, without sparsity, sums "
+    "in float32; PCIe 4 x16",
     # The data sheet has no dense rates of tensor cores. They are 4 and 8 times that of
     # float32, as in the architecture paper for the Workstation Edition (503.8, 1007.6
     # and 126 TFLOP/s).
@@ -115,6 +126,15 @@ _SOURCES = {
     "tpu-v5e": "Google Cloud TPU v5e documentation; one of 4 links",
     "tpu-v5p": "Google Cloud TPU v5p documentation; one of 6 links",
 }
+
+_FLOAT4_TFLOPS = {
+    "b200": 9000,
+    "b300": 13500,
+    "gb200": 10000,
+    "gb300": 15000,
+    "rtx-pro-6000": 2000,
+}
+"""Dense TFLOP/s of 4-bit products, from the data sheets of `_SOURCES`."""
 
 _BEKMAN = "Bekman, Machine Learning Engineering, table of achievable products (2025)"
 
@@ -141,6 +161,10 @@ _REPORTED_MIB = {
     "h800": 81559,
     "h200": 143771,
     "b200": 183359,
+    "b300": 275040,
+    "gb200": 189471,
+    "gb300": 284208,
+    "rtx-4090": 24564,
     "rtx-pro-6000": 97887,
     "mi300x": 196592,
 }
@@ -149,7 +173,7 @@ _REPORTED_MIB = {
 Sources: modal-labs/modal-client, pull request 2797 (H100, A100, A10, L40S, L4, T4);
 outputs of `nvidia-smi --query-gpu=name,memory.total` and `rocm-smi --showmeminfo vram`
 in public repositories (V100 of 32 GB, H100 PCIe, H800, H200, B200, RTX PRO 6000 Server
-Edition, MI300X).
+Edition, MI300X, B300 SXM6, GB200, GB300, GeForce RTX 4090).
 """
 
 
@@ -158,6 +182,7 @@ def _device(name: str, *sizes: str) -> Device:
     read = [float(x + power) for x, power in zip(sizes, powers, strict=True)]
     measured = _MEASURED.get(name, (0.0, 0.0, ""))
     device = Device(name, *read, _SOURCES[name], *measured, sheet_bytes=read[0])
+    device = device._replace(float4=_FLOAT4_TFLOPS.get(name, 0) * 1e12)
     if name in _REPORTED_MIB:
         device = device._replace(memory_bytes=_REPORTED_MIB[name] * 2.0**20)
     return device
@@ -175,6 +200,10 @@ _OTHER_NAMES = {
     "h100-80gb": "h100",
     "h100-sxm": "h100",
     "h200-sxm": "h200",
+    "b200-sxm": "b200",
+    "b300-sxm": "b300",
+    "gb200-sxm": "gb200",
+    "gb300-sxm": "gb300",
     "rtx-pro-6000-blackwell-server-edition": "rtx-pro-6000",
     "rtx-pro-6000-server": "rtx-pro-6000",
 }

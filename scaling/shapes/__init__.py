@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     )
     from scaling.shapes.from_model import describe_config
     from scaling.shapes.huggingface import describe_huggingface, load_shape
-    from scaling.shapes.published import CONFIGS, describe, describe_checkpoint
+    from scaling.shapes.published import (
+        CONFIGS,
+        SHAPES,
+        describe,
+        describe_checkpoint,
+    )
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxkv.validation import format_unknown_name
 from scaling.shapes import huggingface
-from scaling.shapes.description import ModelShape
+from scaling.shapes.description import ModelShape, describe_fields
 
 
 def _rows(
@@ -146,6 +146,21 @@ CONFIGS: dict[str, dict[str, object]] = {
             "qwen3-235b-a22b": (4096, 94, 64, 4, 12288, 151936, 40960, 1536),
         },
     ),
+    # MiniMax 2025, the checkpoint's config.json: the arithmetic of Qwen3's mixtures.
+    **_rows(
+        {
+            "model_type": "qwen3_moe",
+            "head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1536,
+        },
+        _LLAMA_KEYS,
+        {
+            name: (3072, 62, 48, 8, 1536, 200064, 196608)
+            for name in ("minimax-m2", "minimax-m2.1", "minimax-m2.5")
+        },
+    ),
     # Gemma Team 2024, arXiv:2403.08295, table 1; arXiv:2408.00118, table 1.
     **_rows(
         {"model_type": "gemma", "head_dim": 256},
@@ -167,6 +182,17 @@ CONFIGS: dict[str, dict[str, object]] = {
         {"model_type": "gemma2", "head_dim": 128, "sliding_window": 4096},
         _LLAMA_KEYS,
         {"gemma-2-27b": (4608, 46, 32, 16, 36864, 256000, 8192)},
+    ),
+    # Gemma Team 2025, arXiv:2503.19786; the checkpoints' config.json.
+    **_rows(
+        {"model_type": "gemma3_text", "sliding_window": 1024, "vocab_size": 262208},
+        "hidden_size num_hidden_layers num_attention_heads num_key_value_heads "
+        "intermediate_size head_dim max_position_embeddings",
+        {
+            "gemma-3-4b": (2560, 34, 8, 4, 10240, 256, 131072),
+            "gemma-3-12b": (3840, 48, 16, 8, 15360, 256, 131072),
+            "gemma-3-27b": (5376, 62, 32, 16, 21504, 128, 131072),
+        },
     ),
     # Radford et al. 2019, table 2; Brown et al. 2020, arXiv:2005.14165, table 2.1, in
     # which the 13B model's width is printed 5140, not its 40 heads of 128.
@@ -214,41 +240,119 @@ CONFIGS: dict[str, dict[str, object]] = {
         "kv_lora_rank": 512,
         "max_position_embeddings": 163840,
     },
-    "deepseek-v3": {
+    **_rows(
+        {
+            "model_type": "deepseek_v3",
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "kv_lora_rank": 512,
+        },
+        "hidden_size num_hidden_layers num_attention_heads intermediate_size "
+        "vocab_size max_position_embeddings n_routed_experts first_k_dense_replace "
+        "q_lora_rank num_nextn_predict_layers",
+        {
+            name: (7168, 61, 128, 18432, 129280, 163840, 256, 3, 1536, 1)
+            for name in ("deepseek-v3", "deepseek-v3.1", "deepseek-r1")
+        }
+        # Kimi Team 2025, arXiv:2507.20534, table 2; the checkpoints' config.json.
+        | {
+            name: (7168, 61, 64, 18432, 163840, 262144, 384, 1, 1536, 0)
+            for name in ("kimi-k2", "kimi-k2.5")
+        },
+    ),
+    # GLM-5 Team 2026, the checkpoint's config.json; its indexer of sparse attention is
+    # not counted.
+    "glm-5": {
         "model_type": "deepseek_v3",
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "intermediate_size": 18432,
+        "vocab_size": 154880,
+        "hidden_size": 6144,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "intermediate_size": 12288,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 3,
-        "q_lora_rank": 1536,
+        "q_lora_rank": 2048,
         "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
         "num_nextn_predict_layers": 1,
-        "max_position_embeddings": 163840,
+        "max_position_embeddings": 202752,
     },
 }
+
+SHAPES: dict[str, dict[str, object]] = {
+    # OpenAI 2025, arXiv:2508.10925, table 1; the checkpoints' config.json.
+    **{
+        name: {
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "num_layers": num_layers,
+            "num_q_heads": 64,
+            "num_kv_heads": 8,
+            "head_dim": 64,
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_size": 2880,
+            "experts": {"num_experts": num_experts, "top_k": 4, "size": 2880},
+            "windows": (128, None) * (num_layers // 2),
+            "max_positions": 131072,
+        }
+        for name, num_layers, num_experts in (
+            ("gpt-oss-20b", 24, 32),
+            ("gpt-oss-120b", 36, 128),
+        )
+    },
+    # Meta 2025, the checkpoints' config.json; three of four layers attend to chunks of
+    # 8,192 tokens, counted as windows.
+    **{
+        name: {
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "num_layers": 48,
+            "num_q_heads": 40,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "mlp_size": 16384,
+            "experts": {
+                "num_experts": num_experts,
+                "top_k": 1,
+                "size": 8192,
+                "shared_size": 8192,
+            },
+            "mixture_layers": tuple((x + 1) % stride == 0 for x in range(48)),
+            "windows": (8192, 8192, 8192, None) * 12,
+            "max_positions": max_positions,
+        }
+        for name, num_experts, stride, max_positions in (
+            ("llama-4-scout-17b-16e", 16, 1, 10485760),
+            ("llama-4-maverick-17b-128e", 128, 2, 1048576),
+        )
+    },
+}
+"""Fields of published models of families that `huggingface` does not read."""
 
 
 def describe(name: str) -> ModelShape:
     """Returns the shape of a published model.
 
     Args:
-      name: a key of `CONFIGS`.
+      name: a key of `CONFIGS` or `SHAPES`.
 
     Raises:
       ValueError: the name is unknown.
     """
+    if name in SHAPES:
+        return describe_fields({**SHAPES[name], "name": name})
     if name not in CONFIGS:
-        raise ValueError(format_unknown_name("model", name, CONFIGS))
+        raise ValueError(format_unknown_name("model", name, {**CONFIGS, **SHAPES}))
     return huggingface.describe_huggingface(CONFIGS[name], name=name)
 
 
-_VARIANT = re.compile(r"-(hf|chat|instruct|base|it|bf16|\d{4})(?=-|$)")
+_VARIANT = re.compile(r"-(hf|chat|instruct|thinking|base|it|bf16|\d{4})(?=-|$)")
 """Parts of a checkpoint's name that do not change the shape."""
 _VERSION_SUFFIX = re.compile(r"-v\d+(\.\d+)?$")
 
@@ -270,4 +374,5 @@ def describe_checkpoint(name: str) -> ModelShape:
         return huggingface.load_shape(Path(name))
     key = name.strip().lower().rpartition("/")[2].removeprefix("meta-")
     key = _VARIANT.sub("", key)
-    return describe(key if key in CONFIGS else _VERSION_SUFFIX.sub("", key))
+    known = key in CONFIGS or key in SHAPES
+    return describe(key if known else _VERSION_SUFFIX.sub("", key))

@@ -33,7 +33,7 @@ from scaling.costs import (
     training_step_flops,
     training_traffic,
 )
-from scaling.shapes import CONFIGS, ModelShape, load_shape
+from scaling.shapes import CONFIGS, SHAPES, ModelShape, load_shape
 
 MAX_BATCH_TOKENS = 2**40
 DEFAULT_SEQUENCE = 4096
@@ -174,14 +174,14 @@ def find_description(name: str) -> ModelShape:
         return shapes.describe_checkpoint(name)
     if "/" in name or name.endswith(".json"):
         raise ValueError(f"{name}: no such file or folder")
-    names = [*CONFIGS, *bundled_models()]
+    names = [*CONFIGS, *SHAPES, *bundled_models()]
     line = format_unknown_name("model", name, names)
     raise ValueError(f"{name}: no such file or folder, and {line}")
 
 
 def list_models() -> str:
     """Returns the models that are known by name, as text."""
-    return f"one of: {', '.join([*CONFIGS, *bundled_models()])}"
+    return f"one of: {', '.join([*CONFIGS, *SHAPES, *bundled_models()])}"
 
 
 def to_document(case: CostCase) -> dict[str, Any]:

@@ -88,6 +88,14 @@ PUBLISHED = {
     "qwen3-32b": (32_762_123_264, 262_144),
     "qwen3-235b-a22b": (235_093_634_560, 192_512),
     "gemma-2-27b": (27_227_128_320, 376_832),
+    "gpt-oss-20b": (20_908_119_360, 49_152),
+    "gpt-oss-120b": (116_789_336_640, 73_728),
+    "glm-5": (743_180_209_920, 89_856),
+    "kimi-k2.5": (1_026_408_232_448, 70_272),
+    "minimax-m2.5": (228_689_320_448, 253_952),
+    "llama-4-scout-17b-16e": (107_769_861_120, 196_608),
+    "llama-4-maverick-17b-128e": (400_711_848_960, 196_608),
+    "gemma-3-12b": (11_766_034_176, 393_216),
 }
 
 OURS: dict[str, dict[str, Any]] = {
@@ -139,6 +147,9 @@ def test_published_counts(name: str) -> None:
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
         ("google/gemma-2-27b-it", "gemma-2-27b"),
         ("microsoft/phi-4", "phi-4"),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "qwen3-30b-a3b"),
+        ("openai/gpt-oss-120b", "gpt-oss-120b"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama-4-scout-17b-16e"),
     ],
 )
 def test_checkpoints_have_the_shape_of_their_model(checkpoint: str, name: str) -> None:

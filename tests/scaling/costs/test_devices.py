@@ -18,6 +18,10 @@ def test_an_a100_turns_at_200_operations_per_byte() -> None:
 
 def test_memory_is_what_drivers_report() -> None:
     """81,559 MiB for an H100 of 80 GB; the data sheet's size where none is reported."""
+    assert devices.find_device("b300_sxm").memory_bytes == 275040 * 2**20
+    assert devices.find_device("gb300").rate("float4") == 15e15
+    with pytest.raises(ValueError, match="h100 has no units for float4"):
+        devices.find_device("h100").rate("float4")
     names = ("h100", "a100-80gb", "h200", "l40s", "rtx-pro-6000")
     devices_by_name = {x: devices.find_device(x) for x in names}
     mib = [x.memory_bytes / 2**20 for x in devices_by_name.values()]
