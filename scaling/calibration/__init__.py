@@ -33,6 +33,15 @@ if TYPE_CHECKING:
         load_posterior,
         save_posterior,
     )
+    from scaling.calibration.request_logs import (
+        REQUEST_NOISE,
+        RequestLog,
+        fit_request_log,
+        kolmogorov_distance,
+        latencies_of,
+        make_log_load,
+        read_request_log,
+    )
     from scaling.calibration.server_cost import (
         COST_VERSION,
         PRIOR,

@@ -199,16 +199,18 @@ _LATENCY_COLUMNS = (
 )
 
 
-class _Cells(NamedTuple):
+class RowCells(NamedTuple):
     """The cells of a row, converted with errors that name file, row and column."""
 
     place: str
     cells: Mapping[str, object]
 
     def has(self, name: str) -> bool:
+        """Returns True if the row has a cell of a column."""
         return self.cells.get(name) not in (None, "")
 
     def text(self, name: str) -> str:
+        """Returns the text of a cell. Raises: ValueError: there is none."""
         if not self.has(name):
             raise self.error(name, "a name")
         return str(self.cells[name]).strip()
@@ -216,6 +218,7 @@ class _Cells(NamedTuple):
     def number(
         self, name: str, *, low: int | float = 0, is_open: bool = False
     ) -> float:
+        """Returns a cell as a number. Raises: ValueError: it is none in range."""
         cell: Any = self.cells.get(name)
         try:
             value = math.nan if isinstance(cell, bool) else float(cell)
@@ -227,6 +230,7 @@ class _Cells(NamedTuple):
         return value
 
     def integer(self, name: str, *, low: int = 1, default: int | None = None) -> int:
+        """Returns a whole number, or the default of an empty cell."""
         if default is not None and not self.has(name):
             return default
         value = self.number(name, low=low)
@@ -235,12 +239,13 @@ class _Cells(NamedTuple):
         return int(value)
 
     def error(self, name: str, kind: str) -> ValueError:
+        """Returns the error of a cell that is not of a kind."""
         value = self.cells.get(name)
         return ValueError(f"{self.place}: {name}={value!r} must be {kind}")
 
 
 def _read_stage(table: RawTable, row: RawRow, has_latencies: bool) -> MeasuredStage:
-    c = _Cells(f"{table.path}: {row.place}", row.cells)
+    c = RowCells(f"{table.path}: {row.place}", row.cells)
     arrivals = c.text("arrivals").lower()
     if arrivals not in ("constant", "poisson"):
         raise c.error("arrivals", "constant or poisson")

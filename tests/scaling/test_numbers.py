@@ -402,6 +402,13 @@ def make_costly_arguments() -> dict[str, dict[str, Any]]:
     scored = {"params": {}, "model": SMALL, "seq_len": 8}
     return {
         "calibration.fit_posterior": {"stages": [STAGE], "num_draws": 2, "seed": 0},
+        "calibration.fit_request_log": {
+            "log": calibration.RequestLog(*np.ones((6, 3))),
+            "setup": calibration.make_stage_setup(STAGE),
+            "num_fitted": None,
+            "num_draws": 2,
+            "seed": 0,
+        },
         "calibration.predict_stage": {
             "stage": STAGE,
             "posterior": calibration.load_posterior(),

@@ -10,14 +10,16 @@ from jaxkv.scheduling import Policy
 from scaling import shapes
 from scaling.calibration import (
     PUBLISHED_SERVERS,
+    RequestLog,
     ServerLoad,
     ServerPosterior,
     ServerSetup,
+    fit_request_log,
     load_posterior,
     take_draws,
 )
 from scaling.cli.cost import find_description
-from scaling.cli.simulate.loads import draw_loads, read_loads
+from scaling.cli.simulate.loads import draw_loads, read_compared_load, read_loads
 from scaling.cli.simulate.options import (
     LatencyObjective,
     SimulateOptions,
@@ -50,6 +52,8 @@ class ServerCase(NamedTuple):
     """Name by which the model was fitted; None if it was not."""
     doubts: tuple[str, ...] = ()
     """Doubts about the rows of a trace."""
+    log: RequestLog | None = None
+    """Measured times of the requests, with `--compare`."""
 
     @property
     def num_measured(self) -> list[int]:
@@ -86,7 +90,6 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
     """
     model = find_description(name)
     _check_combination(options)
-    posterior = load_coefficients(options)
     positions = [x for x in (*model.windows, model.max_positions) if x]
     setup = ServerSetup(
         model=model,
@@ -100,20 +103,29 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
         num_blocks=options.num_blocks,
     )
     setup = dataclasses.replace(setup, num_blocks=setup.num_kv_blocks)
-    make = read_loads if options.trace is not None else draw_loads
-    loads, rates, num_slots, doubts = make(options, setup, posterior)
+    log = None
+    if options.compare:
+        log, loads = read_compared_load(options, setup)
+        policy = _make_policy(options, loads.loads)
+        posterior = _fit_coefficients(options, setup, log, policy)
+    else:
+        posterior = load_coefficients(options)
+        make = read_loads if options.trace is not None else draw_loads
+        loads = make(options, setup, posterior)
+        policy = _make_policy(options, loads.loads)
     objectives = parse_objectives(options.objective)
     case = ServerCase(
         setup=setup,
         policy_name=options.policy,
-        policy=_make_policy(options, loads),
+        policy=policy,
         posterior=posterior,
-        loads=loads,
-        rates=rates,
+        loads=loads.loads,
+        rates=loads.rates,
         objectives=objectives,
-        num_slots=num_slots,
+        num_slots=loads.num_slots,
         fitted_model=_find_fitted(model, posterior),
-        doubts=doubts,
+        doubts=loads.doubts,
+        log=log,
     )
     num = min(case.num_measured)
     for objective in objectives:
@@ -123,6 +135,23 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
                 f"window, and there are {num}; --duration or --num-requests sets them"
             )
     return case
+
+
+def _fit_coefficients(
+    options: SimulateOptions, setup: ServerSetup, log: RequestLog, policy: Policy
+) -> ServerPosterior:
+    """Fits the coefficients to the first requests of a log, or reads them."""
+    if options.fit_requests is None:
+        return load_coefficients(options)
+    num = options.draws or MAX_DRAWS
+    return fit_request_log(
+        log,
+        setup,
+        num_fitted=options.fit_requests,
+        policy=policy,
+        num_draws=num,
+        seed=options.seed,
+    )
 
 
 def _check_combination(options: SimulateOptions) -> None:
@@ -135,11 +164,19 @@ def _check_combination(options: SimulateOptions) -> None:
     pairs.append(("num_blocks", "gpu_memory_utilization"))
     of_trace = ("prompt_tokens", "answer_tokens", "prefix_tokens", "arrivals")
     pairs += [(name, "trace") for name in of_trace]
+    of_draws = ("rate", "sweep", "num_requests", "duration", "warm_up")
+    of_draws += ("cache_tokens", "chunk_tokens", "time_unit")
+    pairs += [(name, "compare") for name in of_draws]
+    pairs.append(("fit_requests", "coefficients"))
     plain = SimulateOptions()
     for pair in pairs:
         if all(getattr(options, x) != getattr(plain, x) for x in pair):
             first, second = (f"--{x.replace('_', '-')}" for x in pair)
             raise ValueError(f"{first} and {second} exclude each other")
+    if options.fit_requests is not None and not options.compare:
+        raise ValueError("--fit-requests needs --compare")
+    if options.compare and options.trace is None:
+        raise ValueError("--compare needs --trace, a log of requests")
     if options.trace is not None:
         return
     if options.cache_tokens:

@@ -10,8 +10,12 @@ from typing import Any
 
 from jaxkv.cli import CommandOutput, Terminal, WorkStopped
 from jaxkv.report import dumps, write_files
-from scaling.calibration import draw_coefficients, simulate_server
-from scaling.cli.simulate import stages, tables
+from scaling.calibration import (
+    draw_coefficients,
+    format_posterior,
+    simulate_server,
+)
+from scaling.cli.simulate import comparison, stages, tables
 from scaling.cli.simulate.case import ServerCase, resolve_server_case
 from scaling.cli.simulate.options import SimulateOptions
 from scaling.cli.simulate.summary import RunSummary, find_largest_rates
@@ -64,6 +68,11 @@ def simulate_command(name: str, options: SimulateOptions) -> CommandOutput:
         parts += tables.run_sheets(document)
     if case.objectives:
         parts.append(tables.objective_sheet(case, rows, largest))
+    if case.log is not None:
+        document["comparison"] = comparison.compare_requests(case, summaries[0])
+        parts += comparison.comparison_sheets(document["comparison"])
+        if options.fit_requests is not None:
+            parts.append(comparison.coefficient_sheet(case.posterior))
     sizes = [item for x in summaries for item in x.outside.items()]
     # The farthest size of each name comes last, and remains.
     outside = dict(sorted(sizes, key=lambda item: item[1].octaves))
@@ -77,7 +86,12 @@ def simulate_command(name: str, options: SimulateOptions) -> CommandOutput:
             # matplotlib takes a second to import.
             from scaling.cli.simulate import drawing
 
-            contents |= drawing.render_simulation(case, summaries, rows, largest)
+            if case.log is not None:
+                contents |= comparison.render_comparison(case, summaries[0])
+            else:
+                contents |= drawing.render_simulation(case, summaries, rows, largest)
+        if options.fit_requests is not None:
+            contents["server.json"] = format_posterior(case.posterior)
         document["out"] = write_files(options.out, "simulate", contents)
         lines.append(f"folder: {document['out']}")
     return CommandOutput(document, parts, lines)

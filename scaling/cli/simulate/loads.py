@@ -21,6 +21,7 @@ from jaxkv.workloads import (
 )
 from scaling.calibration import (
     WINDOW_S,
+    RequestLog,
     ServerLoad,
     ServerPosterior,
     ServerSetup,
@@ -30,7 +31,9 @@ from scaling.calibration import (
     draw_coefficients,
     find_steady_state,
     load_duration_s,
+    make_log_load,
     make_server_load,
+    read_request_log,
 )
 from scaling.cli.simulate.options import SimulateOptions, parse_sweep, parse_tokens
 
@@ -215,6 +218,30 @@ def read_loads(
     )
     final_rates = tuple(x or y for x, y in zip(rates, load_rates, strict=True))
     return Loads(tuple(loads), final_rates, num_slots, recording.doubts)
+
+
+def read_compared_load(
+    options: SimulateOptions, setup: ServerSetup
+) -> tuple[RequestLog, Loads]:
+    """Reads a log of requests; those that are not fitted are measured.
+
+    Raises:
+      ValueError: the log cannot be used, or all requests are fitted.
+    """
+    assert options.trace is not None
+    log = read_request_log(options.trace)
+    num_fitted = options.fit_requests or 0
+    if num_fitted >= len(log.row):
+        raise ValueError(
+            f"--fit-requests {num_fitted}: must be below {len(log.row)}, the requests "
+            f"of {options.trace}"
+        )
+    load = make_log_load(log, setup)
+    end_s = load.warm_up_s + load.window_s
+    begin_s = float(log.arrival_s[num_fitted])
+    load = load._replace(warm_up_s=begin_s, window_s=end_s - begin_s)
+    rate = int(load.is_measured.sum()) / load.window_s
+    return log, Loads((load,), (rate,), setup.max_num_seqs)
 
 
 def _mean_tokens(load: ServerLoad) -> tuple[float, float, float]:

@@ -83,6 +83,11 @@ class SimulateOptions(ConfigRecord):
     """Tokens for each of the hash_ids of --trace."""
     cache_tokens: int = 0
     """Tokens kept for prompts that a trace repeats."""
+    compare: bool = False
+    """Compare each request with the first_token_s and last_token_s of --trace."""
+    fit_requests: Annotated[int | None, describe_default("none")] = None
+    """First requests of --trace, from 2, to whose times coefficients are fitted; the
+    later ones are compared."""
     num_requests: Annotated[int | None, describe_default("as --duration")] = None
     """Requests in the window, about."""
     duration: Annotated[float | None, describe_default("25, or 200 requests")] = None
@@ -115,7 +120,8 @@ class SimulateOptions(ConfigRecord):
         counts += ("max_num_batched_tokens", "num_requests", "draws", "chunk_tokens")
         for name in counts:
             refuse_outside(self, name, "a whole number from 1", 1)
-        refuse_outside(self, "max_model_len", "a whole number from 2", 2)
+        for name in ("max_model_len", "fit_requests"):
+            refuse_outside(self, name, "a whole number from 2", 2)
         for name in ("prefix_tokens", "cache_tokens", "seed"):
             refuse_outside(self, name, "a whole number from 0", 0)
         above_0 = math.nextafter(0, 1)

@@ -12,6 +12,7 @@ from scaling.calibration import (
     LatencySummary,
     LoadSizes,
     MeasuredStage,
+    RequestLog,
     ServerCoefficients,
     ServerLoad,
     ServerPosterior,
@@ -20,6 +21,7 @@ from scaling.calibration import (
     StageLatencies,
     find_latency_factors,
     load_posterior,
+    make_log_load,
     save_posterior,
 )
 from scaling.cli.simulate import command, drawing, stages
@@ -31,6 +33,8 @@ from scaling.cli.simulate.options import (
     parse_sweep,
 )
 from scaling.cli.simulate.summary import RunSummary, find_largest_rates
+from scaling.costs import find_device
+from scaling.shapes import describe
 from tests.support.commands import (
     Command,
     assert_nothing_heavy_is_imported,
@@ -99,6 +103,26 @@ def serve_one_by_one(
     return runs
 
 
+def write_request_log(num: int = 30, slower: float = 1.0) -> list[str]:
+    """Writes a log of `serve_one_by_one`; returns the arguments that compare it."""
+    arrival_s = 0.03 * np.arange(num)
+    prompt, answer = np.full(num, 64), np.full(num, 11)
+    empty = np.zeros(num)
+    log = RequestLog(arrival_s, prompt, answer, empty, empty, np.arange(num))
+    setup = ServerSetup(
+        model=describe("mixtral-8x7b"), device=find_device("h100"), max_model_len=4096
+    )
+    draws = ServerCoefficients(*(np.zeros(1) for _ in PRIOR))
+    (run,) = serve_one_by_one(setup, (make_log_load(log, setup),), draws)
+    first_s = arrival_s + slower * (run.first_s[0] - arrival_s)
+    last_s = arrival_s + slower * (run.finish_s[0] - arrival_s)
+    lines = ["arrival_s,prompt_tokens,answer_tokens,first_token_s,last_token_s"]
+    for row in zip(arrival_s, prompt, answer, first_s, last_s, strict=True):
+        lines.append(",".join(map(str, row)))
+    Path("log.csv").write_text("\n".join(lines))
+    return ["mixtral-8x7b", "--tp", "2", "--trace", "log.csv", "--compare"]
+
+
 @pytest.fixture
 def queue(simulate: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
     """The command with a queue in place of the simulated server."""
@@ -117,6 +141,27 @@ def resolved(*lengths: str, **fields: Any) -> ServerCase:
         **fields,
     )
     return resolve_server_case("mixtral-8x7b", options)
+
+
+def test_requests_are_compared_with_a_log(
+    simulate: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace(monkeypatch, command, "simulate_server", serve_one_by_one)
+    # The draws are 1 to 1.3 times as slow as the server.
+    report = document(simulate, *write_request_log(slower=1.15), "--plot")
+    comparison = report["comparison"]
+    assert report["num_requests"] == 30
+    assert comparison["e2e"]["statistics"].keys() == {"mean", "p50", "p90"}
+    mean = comparison["e2e"]["statistics"]["mean"]
+    assert mean["measured_s"] == pytest.approx(1.15 * 0.22)
+    assert mean["predicted_s"] == pytest.approx(mean["measured_s"], rel=0.05)
+    assert mean["is_covered"]
+    assert comparison["e2e"]["median_absolute_error"] < 0.02
+    assert len(comparison["ttft"]["farthest"]) == 5
+    assert (Path(report["out"]) / "figure-3.png").exists()
+    other = document(simulate, *write_request_log(slower=3.0))["comparison"]["e2e"]
+    assert other["kolmogorov_distance"] == 1
+    assert other["statistics"]["mean"]["error"] == pytest.approx(-0.62, abs=0.02)
 
 
 def test_the_document_of_a_load(queue: Command) -> None:
@@ -362,6 +407,9 @@ def test_largest_rates_are_interpolated_or_bounds() -> None:
             "--num-blocks and --gpu-memory-utilization exclude each other",
         ),
         ("LOAD --rate 2 --tp 2 --time-unit ms", "--time-unit needs --trace"),
+        ("LOAD --rate 2 --tp 2 --compare", "--rate and --compare exclude each other"),
+        ("LOAD --tp 2 --compare", "--compare needs --trace, a log of requests"),
+        ("LOAD --rate 2 --tp 2 --fit-requests 3", "exclude each other"),
         ("LOAD --rate -2", "--rate -2: must be above 0"),
         ("LOAD --rate 2 --prompt-tokens=-5", "--prompt-tokens -5: must be a whole"),
         ("LOAD --rate 2 --answer-tokens 0", "--answer-tokens 0: must be a whole"),
