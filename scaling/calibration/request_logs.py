@@ -5,18 +5,21 @@ A log has a row for each request, in any order, with times in s from any origin:
     arrival_s, first_token_s, last_token_s     as the client or the server saw them
     prompt_tokens, answer_tokens               tokens of prompt and answer
 
-Further columns are ignored. Every request is simulated with the same arrival, so the
-simulated queue can be compared with the measured one, request by request.
+Further columns are ignored. The detailed result of vLLM's benchmark (`vllm bench serve
+--save-result --save-detailed`) is a log as well. Every request is simulated with the
+same arrival, so the simulated queue can be compared with the measured one, request by
+request.
 """
 
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jaxkv import validation
-from jaxkv.files import read_table
+from jaxkv.files import RawRow, parse_json, read_table, read_text
 from jaxkv.scheduling import Policy
 from scaling.calibration.measurements import LONGEST_STEP_S, RowCells
 from scaling.calibration.posterior import LoadSizes, ServerPosterior
@@ -62,24 +65,28 @@ class RequestLog(NamedTuple):
 
 
 def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
-    """Reads a log of requests: CSV, JSON lines, or another format of tables.
+    """Reads a log of requests: a table (CSV, JSON lines, ...) or a vLLM benchmark.
 
     Raises:
       ValueError: the file cannot be read, lacks a column or has fewer than 2 requests,
-        a cell is not a number in range, or times are not in s. One line with the file
-        and the row.
+        a request failed, a cell is not a number in range, or times are not in s. One
+        line with the file and the row.
     """
-    table = read_table(path)
-    absent = [name for name in _LOG_COLUMNS if name not in table.names]
-    if absent:
-        raise ValueError(
-            f"{path}: needs {', '.join(absent)}; a log of requests has "
-            f"{', '.join(_LOG_COLUMNS)}"
-        )
-    if len(table.rows) < 2:
-        raise ValueError(f"{path}: {len(table.rows)} requests must be at least 2")
+    path = validation.path("path", path)
+    rows = _read_benchmark(path) if path.suffix == ".json" else None
+    if rows is None:
+        table = read_table(path)
+        absent = [name for name in _LOG_COLUMNS if name not in table.names]
+        if absent:
+            raise ValueError(
+                f"{path}: needs {', '.join(absent)}; a log of requests has "
+                f"{', '.join(_LOG_COLUMNS)}"
+            )
+        rows = table.rows
+    if len(rows) < 2:
+        raise ValueError(f"{path}: {len(rows)} requests must be at least 2")
     numbers = []
-    for row in table.rows:
+    for row in rows:
         cells = RowCells(f"{path}: {row.place}", row.cells)
         arrival_s = cells.number("arrival_s", low=-np.inf)
         first_s = cells.number("first_token_s", low=arrival_s)
@@ -93,13 +100,43 @@ def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
         prompt = cells.integer("prompt_tokens")
         numbers.append((arrival_s, prompt, answer, first_s, last_s, row.number))
     numbers.sort()
-    arrival, prompt, answer, first, last, rows = map(
+    arrival, prompt, answer, first, last, number = map(
         np.array, zip(*numbers, strict=True)
     )
     begin_s = arrival[0]
     return RequestLog(
-        arrival - begin_s, prompt, answer, first - begin_s, last - begin_s, rows
+        arrival - begin_s, prompt, answer, first - begin_s, last - begin_s, number
     )
+
+
+def _read_benchmark(path: Path) -> list[RawRow] | None:
+    """Reads the result of a vLLM benchmark; None if the file has another form."""
+    data = parse_json(read_text(path), path)
+    if not isinstance(data, dict) or "ttfts" not in data:
+        return None
+    names = ("start_times", "input_lens", "output_lens", "ttfts", "itls", "errors")
+    columns = [data.get(name) for name in names]
+    lists = [x for x in columns if isinstance(x, list)]
+    if len(lists) < len(names) or len({len(x) for x in lists}) > 1:
+        raise ValueError(
+            f"{path}: needs {', '.join(names)} of equal lengths, as of vllm bench "
+            "serve --save-result --save-detailed"
+        )
+    rows = []
+    for number, row in enumerate(zip(*lists, strict=True), 1):
+        start, prompt, answer, first, gaps, error = row
+        if error:
+            raise ValueError(f"{path}: request {number} failed: {error!s:.80}")
+        try:
+            first_s = start + first
+            last_s = first_s + sum(gaps)
+        except TypeError:
+            raise ValueError(
+                f"{path}: request {number}: start_times, ttfts and itls must be numbers"
+            ) from None
+        cells = zip(_LOG_COLUMNS, (start, prompt, answer, first_s, last_s), strict=True)
+        rows.append(RawRow(number, 0, dict(cells)))
+    return rows
 
 
 def make_log_load(log: RequestLog, setup: ServerSetup) -> ServerLoad:

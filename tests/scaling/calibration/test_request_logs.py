@@ -80,6 +80,43 @@ def test_a_log_without_times_is_refused(tmp_path: Path) -> None:
         read_request_log(path)
 
 
+BENCHMARK = {
+    "start_times": [5.0, 3.0],
+    "input_lens": [7, 9],
+    "output_lens": [3, 2],
+    "ttfts": [0.5, 0.25],
+    "itls": [[0.1, 0.2], [0.3]],
+    "errors": ["", ""],
+}
+
+
+def test_the_result_of_a_benchmark_is_a_log(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(BENCHMARK))
+    log = read_request_log(path)
+    np.testing.assert_array_equal(log.row, [2, 1])
+    np.testing.assert_array_equal(log.arrival_s, [0, 2])
+    np.testing.assert_allclose(log.latencies_s, [[0.55, 0.8], [0.25, 0.5]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"start_times": None}, "needs start_times, input_lens"),
+        ({"ttfts": [1]}, "of equal lengths"),
+        ({"errors": ["", "reset"]}, "request 2 failed: reset"),
+        ({"itls": [[0.1], ["x"]]}, "request 2: start_times, ttfts and itls must be"),
+    ],
+)
+def test_bad_benchmarks_are_refused(
+    tmp_path: Path, fields: dict[str, object], line: str
+) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(BENCHMARK | fields))
+    with pytest.raises(ValueError, match=re.escape(line)):
+        read_request_log(path)
+
+
 def test_distance_of_distributions() -> None:
     assert kolmogorov_distance(np.array([1.0, 2, 3]), np.array([3.0, 2, 1])) == 0
     assert kolmogorov_distance(np.array([1.0, 2]), np.array([3.0, 4])) == 1
