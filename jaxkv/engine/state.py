@@ -61,6 +61,7 @@ class EngineFields(TypedDict, total=False):
     prefix_cache: bool
     kv_dtype: Literal["model", "int8", "fp8"]
     numerics: Literal["fast", "reproducible"]
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     seed: int
     debug: bool
 
@@ -121,6 +122,10 @@ class EngineConfig:
     numerics: Literal["fast", "reproducible"] = "fast"
     """With "reproducible", results are batch-invariant: bit-identical for any other
     requests in the batch. "fast" runs the fastest program."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    """Log-probabilities of answers: of the model's own logits, or, with
+    "processed_logprobs", of the distribution that each token is drawn from, after
+    penalties, temperature and cut-offs. Those of prompts are always raw."""
     seed: int = 0
     """Random seed of requests without their own seed."""
     debug: bool = False
@@ -173,6 +178,14 @@ class EngineConfig:
                 f"max_length={self.max_length}): a draft takes "
                 "a token place"
             )
+
+        if self.logprobs_mode == "processed_logprobs":
+            for name in ("max_logprobs", "max_beams", "max_drafts"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} must be 0 with "
+                        "logprobs_mode='processed_logprobs'"
+                    )
 
     @property
     def num_head(self) -> int:

@@ -209,6 +209,12 @@ def _check_tokens(
         )
     if ask.stop and not has_text:
         raise ValueError("stop strings need a tokenizer; use stop_tokens")
+    is_raw = config.logprobs_mode == "raw_logprobs"
+    if not is_raw and (ask.best_of or 0) > ask.n:
+        raise ValueError(
+            f"{ask.best_of=} must be {ask.n=} with {config.logprobs_mode=}: the best "
+            "answers have the largest raw log-probability"
+        )
     if (ask.logprobs or 0) > config.max_logprobs:
         raise ValueError(f"{ask.logprobs=} must be at most {config.max_logprobs=}")
     if ask.prompt_logprobs and config.num_logit_rows == config.max_slots:

@@ -415,6 +415,10 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "logits": (lambda: bounds(max_logit_rows=3), "max_logit_rows=3 must be 0 or"),
     "logprobs": (lambda: bounds(max_logprobs=-1), "max_logprobs=-1 must be at least 0"),
+    "processed": (
+        lambda: bounds(logprobs_mode="processed_logprobs"),
+        "max_logprobs=2 must be 0 with logprobs_mode='processed_logprobs'",
+    ),
     "drafts": (lambda: bounds(max_drafts=-1), "max_drafts=-1 must be at least 0"),
     "seed": (lambda: bounds(seed=-1), "seed=-1 must be in"),
     "other pages": (lambda: started(num_pages=5), "must be config.num_pages=5"),

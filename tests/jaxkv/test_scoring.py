@@ -183,6 +183,35 @@ def test_score_under_temperature_and_cuts() -> None:
     np.testing.assert_allclose(np.exp(scores[1:]), law, rtol=1e-3)
 
 
+@pytest.mark.thorough
+def test_an_engine_reports_the_law_that_it_draws_from() -> None:
+    params = params_of(DENSE)
+    engine = make_setup_engine(
+        DENSE,
+        params,
+        setup_of(logprobs_mode="processed_logprobs"),
+    )
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 61, size).tolist() for size in (3, 30, 17, 9, 1)]
+    asks = [
+        Sampling(
+            temperature=0.2 * index,  # the first is greedy
+            top_k=4 * index,
+            top_p=1 - 0.1 * index,
+            max_tokens=60,
+            logprobs=0,
+            seed=index,
+            ignore_eos=True,
+        )
+        for index in range(5)
+    ]
+    answers = engine.generate(prompts, asks)
+    for prompt, ask, done in zip(prompts, asks, answers, strict=True):
+        tokens = np.array([prompt + done.tokens], np.int32)
+        scores = jaxkv.score(params, tokens, config=DENSE, sampling=ask)
+        np.testing.assert_array_equal(scores[0, len(prompt) :], done.logprobs)
+
+
 def test_score_refuses_what_it_cannot_score() -> None:
     params = params_of(DENSE)
     tokens = np.zeros((1, 4), np.int32)

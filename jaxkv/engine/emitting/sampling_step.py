@@ -202,9 +202,22 @@ def _sample(
             changed = sampling.penalise(
                 logits, answer.tokens, answer.prompt_length, num_tokens, params
             )
-            return sampling.sample(
-                changed, params, num_tokens, raw=raw, keep_logprobs=keep_logprobs
+            is_raw = config.logprobs_mode == "raw_logprobs"
+            draw = sampling.sample(
+                changed,
+                params,
+                num_tokens,
+                raw=raw,
+                keep_logprobs=keep_logprobs & is_raw,
             )
+            if is_raw:
+                return draw
+            logprob = lax.cond(
+                jnp.any(keep_logprobs),
+                lambda: sampling.draw_logprobs(changed, draw.token, params),
+                lambda: draw.logprob,
+            )
+            return draw._replace(logprob=jnp.where(keep_logprobs, logprob, 0))
 
         if not may_sample:
             return sampling.greedy(logits, raw=raw)

@@ -907,6 +907,12 @@ def refused(engine: jaxkv.Engine, prompt: Any, ask: Sampling, message: str) -> N
     assert list(engine.stream()) == []
 
 
+def test_best_answers_need_raw_log_probabilities() -> None:
+    engine = make_engine(logprobs_mode="processed_logprobs", max_logprobs=0)
+    message = "ask.best_of=3 must be ask.n=1 with config.logprobs_mode='processed"
+    refused(engine, [1], Sampling(best_of=3, max_tokens=4), message)
+
+
 def test_names_of_requests(engine: jaxkv.Engine) -> None:
     engine.submit("x", Sampling(max_tokens=1), request_id=3)
     with pytest.raises(ValueError, match="request_id=3 is the name of a request"):
