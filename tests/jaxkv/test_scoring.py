@@ -25,6 +25,7 @@ from jaxkv.parallel import make_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.serving import read_model_folder
 from tests.support import engines, latent_models
+from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
@@ -51,6 +52,9 @@ def shared_engine() -> jaxkv.Engine:
 
 
 def test_an_engine_reports_the_bits_of_score() -> None:
+    """Proves the promise of the README."""
+    promise = "returns the log-probabilities that such an engine reports, bit for bit"
+    assert f"`jaxkv.score` {promise}" in (ROOT / "README.md").read_text("utf-8")
     params = params_of(DENSE)
     engine = shared_engine()
     for at_least in (1_500, 500):  # the second time with prefix hits
