@@ -11,6 +11,10 @@ if TYPE_CHECKING:
         MeasuredStage,
         read_measured_stages,
     )
+    from scaling.calibration.next_measurements import (
+        MeasurementGain,
+        rank_measurements,
+    )
     from scaling.calibration.posterior import (
         DISCREPANCY,
         EXTRAPOLATION,

@@ -1,8 +1,10 @@
 """A server, its coefficients and its loads, resolved from the options."""
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import scheduling
@@ -10,16 +12,24 @@ from jaxkv.scheduling import Policy
 from scaling import shapes
 from scaling.calibration import (
     PUBLISHED_SERVERS,
+    MeasurementGain,
     RequestLog,
     ServerLoad,
     ServerPosterior,
     ServerSetup,
+    SteadyLoad,
     fit_request_log,
     load_posterior,
+    rank_measurements,
     take_draws,
 )
 from scaling.cli.cost import find_description
-from scaling.cli.simulate.loads import draw_loads, read_compared_load, read_loads
+from scaling.cli.simulate.loads import (
+    draw_loads,
+    mean_tokens,
+    read_compared_load,
+    read_loads,
+)
 from scaling.cli.simulate.options import (
     LatencyObjective,
     SimulateOptions,
@@ -135,6 +145,32 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
                 f"window, and there are {num}; --duration or --num-requests sets them"
             )
     return case
+
+
+def find_next_measurements(case: ServerCase) -> list[MeasurementGain]:
+    """Ranks loads of the server that would narrow the intervals of its last load.
+
+    Candidates have a tenth, half and all of its rate, and a quarter to 4 times the
+    tokens of its prompts and answers, as far as they fit into a sequence.
+    """
+    load = case.loads[-1]
+    prompt, cached, answer = mean_tokens(load)
+    rate = case.rates[-1]
+    seqs = float(case.setup.max_num_seqs)
+    factors = itertools.product((0.1, 0.5, 1.0), (0.25, 1.0, 4.0), (0.25, 1.0, 4.0))
+    new = prompt - cached
+
+    def steady_load(rate: float, *tokens: float) -> SteadyLoad:
+        numbers = (rate, *(max(1.0, x) for x in tokens), seqs)
+        return SteadyLoad(*map(jnp.float32, numbers))
+
+    candidates = [
+        steady_load(rate * share, prompt * longer, new * longer, answer * more)
+        for share, longer, more in factors
+        if prompt * longer + answer * more <= case.setup.max_model_len
+    ]
+    target = steady_load(rate, prompt, new, answer)
+    return rank_measurements(case.posterior, case.setup, target, candidates)
 
 
 def _fit_coefficients(

@@ -8,6 +8,8 @@ of a table.
 import dataclasses
 from typing import Any
 
+import jax
+
 from jaxkv.cli import CommandOutput, Terminal, WorkStopped
 from jaxkv.report import dumps, write_files
 from scaling.calibration import (
@@ -16,7 +18,11 @@ from scaling.calibration import (
     simulate_server,
 )
 from scaling.cli.simulate import comparison, stages, tables
-from scaling.cli.simulate.case import ServerCase, resolve_server_case
+from scaling.cli.simulate.case import (
+    ServerCase,
+    find_next_measurements,
+    resolve_server_case,
+)
 from scaling.cli.simulate.options import SimulateOptions
 from scaling.cli.simulate.summary import RunSummary, find_largest_rates
 
@@ -73,6 +79,14 @@ def simulate_command(name: str, options: SimulateOptions) -> CommandOutput:
         parts += comparison.comparison_sheets(document["comparison"])
         if options.fit_requests is not None:
             parts.append(comparison.coefficient_sheet(case.posterior))
+    if options.measure_next:
+        gains = find_next_measurements(case)
+        document["measure_next"] = [
+            {**jax.tree.map(float, gain.load._asdict()), "end_to_end": gain.end_to_end}
+            | {"first_token": gain.first_token}
+            for gain in gains
+        ]
+        parts.append(tables.measurement_sheet(gains))
     sizes = [item for x in summaries for item in x.outside.items()]
     # The farthest size of each name comes last, and remains.
     outside = dict(sorted(sizes, key=lambda item: item[1].octaves))

@@ -214,7 +214,7 @@ def read_loads(
         loads.append(load)
         load_rates.append(int(load.is_measured.sum()) / load.window_s)
     _, num_slots = _expect(
-        options, setup, posterior, max(load_rates), _mean_tokens(loads[-1])
+        options, setup, posterior, max(load_rates), mean_tokens(loads[-1])
     )
     final_rates = tuple(x or y for x, y in zip(rates, load_rates, strict=True))
     return Loads(tuple(loads), final_rates, num_slots, recording.doubts)
@@ -244,7 +244,8 @@ def read_compared_load(
     return log, Loads((load,), (rate,), setup.max_num_seqs)
 
 
-def _mean_tokens(load: ServerLoad) -> tuple[float, float, float]:
+def mean_tokens(load: ServerLoad) -> tuple[float, float, float]:
+    """Returns the mean tokens of prompts, of their cached parts, and of answers."""
     w = load.workload
     cached = 0.0 if w.context is None else float(np.mean(np.asarray(w.context)))
     prompt, answer = (float(np.mean(np.asarray(x))) for x in (w.prompt, w.output))

@@ -102,6 +102,8 @@ class SimulateOptions(ConfigRecord):
     """Table of load stages to predict, in place of MODEL."""
     coefficients: Annotated[Path | None, describe_default("published")] = None
     """File of jaxkv calibrate."""
+    measure_next: bool = False
+    """Name the loads whose measurement would narrow the intervals most."""
     draws: Annotated[int | None, describe_default("32, or all")] = None
     """Draws of the coefficients."""
     seed: int = 0

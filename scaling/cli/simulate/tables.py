@@ -5,10 +5,11 @@ from typing import Any
 
 from jaxkv.report import Sheet, format_percent, format_rate
 from jaxkv.workloads import SustainedRate
-from scaling.calibration import OutsideSize, ServerPosterior
+from scaling.calibration import MeasurementGain, OutsideSize, ServerPosterior
 from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
 from scaling.cli.simulate.summary import LEVEL, PROBABILITIES
 
+_NUM_MEASUREMENTS = 3
 _LATENCY_LABELS = {
     "e2e_s": ("end to end [s]", 1.0),
     "ttft_s": ("first token [ms]", 1e3),
@@ -103,6 +104,26 @@ def objective_sheet(
         return Sheet(title, ("", ""), [("probability", probability)])
     cells = [(f"{100 * x:.0f} %", largest[x].text) for x in PROBABILITIES]
     return Sheet(title, ("probability", "largest rate [requests/s]"), cells)
+
+
+def measurement_sheet(gains: Sequence[MeasurementGain]) -> Sheet:
+    """Returns the table of the loads that would narrow the intervals most."""
+    rows = [
+        (
+            format_rate(float(gain.load.rate_per_s)),
+            f"{gain.load.prompt_tokens:,.0f}",
+            f"{gain.load.answer_tokens:,.0f}",
+            f"{gain.end_to_end:.2f}",
+            f"{gain.first_token:.2f}",
+        )
+        for gain in gains[:_NUM_MEASUREMENTS]
+    ]
+    heads = ("rate [1/s]", "prompt", "answer", "end to end", "first token")
+    note = (
+        "Stages of this server, and the width of the 90 % interval after one of them "
+        "is measured, over that of today."
+    )
+    return Sheet("Measure next", heads, rows, note)
 
 
 def basis_sheet(case: ServerCase, outside: dict[str, OutsideSize]) -> Sheet:
