@@ -5,6 +5,7 @@ The README's programs are in `test_readme.py`.
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
@@ -29,6 +30,7 @@ QUICK = {"tutorials/scaling_law.md"}
 """Pages whose programs are quick; those of all other pages are thorough or slow."""
 SLOW = {"tutorials/kv_memory.md", "tutorials/snapshots.md"}
 """Pages whose programs are slow."""
+PACKAGES = {"jaxkv", "pallas_kernels", "scaling", "experiments"}
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
@@ -51,6 +53,29 @@ def test_a_program_runs_and_prints_the_shown_output(page, tmp_path, monkeypatch)
     _, printed = pages.run_blocks(DOCS / page)
     wrong = pages.wrong_outputs(DOCS / page, printed)
     assert not wrong, "\n\n".join(wrong)
+
+
+def test_names_that_programs_import_exist() -> None:
+    """A quick test, since most programs run in the thorough and slow suites only."""
+    absent = []
+    num = 0
+    for path in sorted(DOCS.rglob("*.md")):
+        for block in pages.fenced_blocks(path):
+            if block.language != "python":
+                continue
+            for node in ast.walk(ast.parse(block.text)):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    if node.module.partition(".")[0] not in PACKAGES:
+                        continue
+                    module = importlib.import_module(node.module)
+                    num += len(node.names)
+                    absent += [
+                        f"{path.name}: {node.module}.{x.name}"
+                        for x in node.names
+                        if not hasattr(module, x.name)
+                    ]
+    assert num > 50
+    assert not absent
 
 
 def test_notebooks_are_made_from_their_pages() -> None:
