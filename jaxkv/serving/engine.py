@@ -63,7 +63,7 @@ def _reads_former_arguments[T: Callable[..., None]](init: T) -> T:
 
 
 class Engine(EngineCore):
-    """Serves a model: prompts in, answers out. See `EngineCore` for its operation.
+    """Serves a model: prompts in, answers out. See `StepLoop` for its operation.
 
     Ctrl-C, or any other exception of a signal handler, leaves the engine as it was
     between two device calls: submitted requests continue with the next `stream` or

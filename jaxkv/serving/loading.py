@@ -1,4 +1,9 @@
-"""Builds the parts of an engine from a folder: model, drafter, pages."""
+"""Builds the parts of an engine from a folder: model, drafter, pages.
+
+Free memory is checked before arrays are made. On many machines a pool that is too large
+would end the process without a message: Linux grants memory that it does not have, and
+kills the process that writes to it.
+"""
 
 import dataclasses
 import functools
@@ -9,8 +14,10 @@ from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from jaxkv import files, parallel, validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import EngineConfig, EngineFields, EngineParts, Speculation, init
 from jaxkv.memory import Pages
 from jaxkv.models import EndTokens, LoadedModel, load_model, read_config
@@ -24,7 +31,6 @@ from jaxkv.parallel import (
     place_heads,
     stack_sharded_layers,
 )
-from jaxkv.serving import device_memory
 from jaxkv.speculation import (
     MAX_ADAPTIVE_DRAFTS,
     MAX_DRAFTS,
@@ -34,6 +40,9 @@ from jaxkv.speculation import (
     build_speculative,
     load_heads,
 )
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 
 class Origin(NamedTuple):
@@ -167,7 +176,7 @@ def build_engine_parts(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # repeated when the pages are made
         shapes = jax.eval_shape(pages)
-    device_memory.check_free_memory(
+    check_free_memory(
         jax.eval_shape(functools.partial(init, config), shapes),
         f"{config.num_pages=}, {config.max_sequences=}, {config.max_length=}",
     )
@@ -186,3 +195,60 @@ def build_engine_parts(
         mesh=mesh,
     )
     return parts, speculation
+
+
+def num_bytes(tree: PyTree[ArrayOrShape]) -> int:
+    """Returns the bytes of a tree of arrays, or of their shapes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def free_bytes() -> int | None:
+    """Returns the free bytes of the default device; None if unknown."""
+    device = jax.config.jax_default_device or jax.local_devices()[0]
+    stats = device.memory_stats() if isinstance(device, jax.Device) else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    readings = [x for x in (_free_on_host(), _free_in_group()) if x is not None]
+    return min(readings, default=None)
+
+
+def check_free_memory(tree: PyTree[ArrayOrShape], name: str) -> None:
+    """Raises an error if arrays do not fit into the free memory.
+
+    Args:
+      tree: shapes of the arrays.
+      name: their name in the error message, with the settings that shrink them.
+
+    Raises:
+      ValueError: the arrays need more memory than is free.
+    """
+    needed = num_bytes(tree)
+    free = free_bytes()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{needed:,} bytes are needed and {free:,} are free for {name}"
+        )
+
+
+def _free_on_host() -> int | None:
+    """Returns the bytes that Linux can provide without swapping."""
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    available_kib = [
+        line.split()[1] for line in lines if line.startswith("MemAvailable:")
+    ]
+    return int(available_kib[0]) * 1024 if available_kib else None
+
+
+def _free_in_group() -> int | None:
+    """Returns the bytes left in a container's control group, cached files excluded."""
+    try:
+        limit = (_CGROUP_FOLDER / "memory.max").read_text().strip()
+        used = int((_CGROUP_FOLDER / "memory.current").read_text())
+        stat = (_CGROUP_FOLDER / "memory.stat").read_text().splitlines()
+        cached = sum(int(x.split()[1]) for x in stat if x.startswith("inactive_file "))
+        return int(limit) - used + cached
+    except (OSError, ValueError):  # no group, or "max"
+        return None

@@ -31,7 +31,7 @@ from jaxkv.memory import (
 from jaxkv.models import Experts, ModelConfig, PagedForward, make_model_pages
 from jaxkv.models.config import RopeScaling
 from jaxkv.sampling import Sampling, make_beams
-from jaxkv.serving import device_memory, make_requests
+from jaxkv.serving import loading, make_requests
 from jaxkv.workloads import Fixed, Gamma
 from tests.support import engines
 from tests.support.folders import TOKENIZED
@@ -599,12 +599,10 @@ def test_pools_larger_than_memory_are_refused(fields: dict[str, Any]) -> None:
 
 def test_free_memory_is_known() -> None:
     state = engines.start(BOUNDS)
-    assert device_memory.num_bytes(state) == sum(
-        x.nbytes for x in jax.tree.leaves(state)
-    )
-    free = device_memory.free_bytes()
+    assert loading.num_bytes(state) == sum(x.nbytes for x in jax.tree.leaves(state))
+    free = loading.free_bytes()
     assert free is None or free > 2**20
-    device_memory.check_free_memory(state, "the state")
+    loading.check_free_memory(state, "the state")
 
 
 def test_failed_allocation_error_is_one_line() -> None:
