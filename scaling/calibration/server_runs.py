@@ -287,5 +287,5 @@ def _max_in_system(
 ) -> int:
     """Returns the largest number of requests that wait or run at the same time."""
     arrived = np.arange(1, arrival_s.size + 1)
-    ended = np.searchsorted(np.sort(finish_s), arrival_s, side="right")
+    ended = np.searchsorted(np.sort(finish_s), np.sort(arrival_s), side="right")
     return int(np.max(arrived - ended))

@@ -169,10 +169,13 @@ class ServerLoad(NamedTuple):
 
     @property
     def is_measured(self) -> Bool[np.ndarray, " requests"]:
-        """True for requests that arrive in the window."""
+        """True for requests that arrive in the window, or wait for others' answers."""
         arrival_s = clock.to_seconds(np.asarray(self.workload.arrival))
         end_s = self.warm_up_s + self.window_s
-        return (arrival_s >= self.warm_up_s) & (arrival_s < end_s)
+        is_measured = (arrival_s >= self.warm_up_s) & (arrival_s < end_s)
+        if (dependencies := self.workload.dependencies) is not None:
+            is_measured = is_measured | (np.asarray(dependencies.lane) >= 0)
+        return is_measured
 
 
 @validation.checks_numbers(end_to_end_s=validation.SECONDS)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from jaxkv import scheduling
 from jaxkv.scheduling import Policy
@@ -64,6 +65,8 @@ class ServerCase(NamedTuple):
     """Doubts about the rows of a trace."""
     log: RequestLog | None = None
     """Measured times of the requests, with `--compare`."""
+    session: Int[np.ndarray, " requests"] | None = None
+    """Session of each request of a trace with sessions."""
 
     @property
     def num_measured(self) -> list[int]:
@@ -136,6 +139,7 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
         fitted_model=_find_fitted(model, posterior),
         doubts=loads.doubts,
         log=log,
+        session=loads.session,
     )
     num = min(case.num_measured)
     for objective in objectives:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from jaxkv import clock
 from jaxkv.workloads import (
@@ -54,6 +55,8 @@ class Loads(NamedTuple):
     up to a power of 2."""
     doubts: tuple[str, ...] = ()
     """Doubts about the rows of a trace."""
+    session: Int[np.ndarray, " requests"] | None = None
+    """Session of each request; None without sessions."""
 
 
 def draw_loads(
@@ -182,11 +185,15 @@ def read_loads(
         text = str(error).replace("time_unit=", "--time-unit ")
         text = text.replace("chunk_tokens=", "--chunk-tokens ")
         raise ValueError(text) from None
+    session = None
     if recording.after is not None:
-        raise ValueError(
-            f"{options.trace}: has sessions, whose requests wait for answers; `jaxkv "
-            "simulate` has no metrics of jobs"
-        )
+        session = recording.session
+        for flag in ("num_requests", "duration", "warm_up"):
+            if getattr(options, flag) is not None:
+                raise ValueError(
+                    f"--{flag.replace('_', '-')} and the sessions of {options.trace} "
+                    "exclude each other: sessions are served to their ends"
+                )
     if options.cache_tokens and recording.chunk_ids is None:
         raise ValueError(
             f"{options.trace}: --cache-tokens {options.cache_tokens} needs hash_ids, "
@@ -197,9 +204,13 @@ def read_loads(
     load_rates = []
     for rate in rates:
         scaled = recording if rate is None else recording.at_rate(rate)
-        load = _cut_trace(
-            options, scaled.workload(cache_tokens=options.cache_tokens or None)
-        )
+        workload = scaled.workload(cache_tokens=options.cache_tokens or None)
+        if session is None:
+            load = _cut_trace(options, workload)
+        else:
+            resident = options.cache_tokens // options.block_size
+            end_s = float(scaled.arrival_s.max()) + 1e-3
+            load = ServerLoad(workload, 0.0, end_s, resident)
         prompt = np.asarray(load.workload.prompt)
         output = load.workload.output
         longest = prompt + np.asarray(output)
@@ -217,7 +228,7 @@ def read_loads(
         options, setup, posterior, max(load_rates), mean_tokens(loads[-1])
     )
     final_rates = tuple(x or y for x, y in zip(rates, load_rates, strict=True))
-    return Loads(tuple(loads), final_rates, num_slots, recording.doubts)
+    return Loads(tuple(loads), final_rates, num_slots, recording.doubts, session)
 
 
 def read_compared_load(

@@ -59,6 +59,8 @@ class RunSummary:
         self.run = run
         self.num_measured = int(run.load.is_measured.sum())
         self.overloaded = run.is_overloaded()
+        if case.session is not None:  # a session sends no request before an answer
+            self.overloaded = np.zeros_like(self.overloaded)
         self.latencies = dict(
             zip(
                 LATENCY_OPTIONS,
@@ -130,7 +132,31 @@ class RunSummary:
             "objective_probability": self.probability(case.objectives),
             "overloaded_share": float(self.overloaded.mean()),
             "memory": self._memory(),
+            "sessions": self._sessions(),
             "outside_fitted": {name: x._asdict() for name, x in self.outside.items()},
+        }
+
+    def _sessions(self) -> dict[str, Any] | None:
+        """Returns the times from the first request of a session to its last token."""
+        session = self._case.session
+        if session is None:
+            return None
+        shape = len(self.run.arrival_s), int(session.max()) + 1
+        begin = np.full(shape, np.inf)
+        end = np.full(shape, -np.inf)
+        for draw in range(shape[0]):
+            np.minimum.at(begin[draw], session, self.run.arrival_s[draw])
+            np.maximum.at(end[draw], session, self.run.finish_s[draw])
+        values = {"mean": np.mean(end - begin, axis=1)}
+        for name in REQUESTS_FOR:
+            if name != "mean" and shape[1] >= REQUESTS_FOR[name]:
+                values[name] = np.percentile(end - begin, float(name[1:]), axis=1)
+        return {
+            "num": shape[1],
+            "duration_s": {
+                **{name: _middle(x) for name, x in values.items()},
+                "interval": {name: _interval(x) for name, x in values.items()},
+            },
         }
 
     def memory_curves(

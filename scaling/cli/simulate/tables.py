@@ -65,7 +65,17 @@ def run_sheets(document: dict[str, Any]) -> list[Sheet]:
         if memory[f"{name}_share"] is not None:
             share = format_estimate(memory, f"{name}_share", 100)
             pairs.append((f"blocks in use, {name} [%]", share))
-    return [latencies, Sheet("Throughput and memory", ("", ""), pairs)]
+    sheets = [latencies, Sheet("Throughput and memory", ("", ""), pairs)]
+    if (sessions := document["sessions"]) is not None:
+        duration = sessions["duration_s"]
+        rows = [(x, format_estimate(duration, x, 1.0)) for x in duration["interval"]]
+        note = (
+            f"From the first request of a session to its last token, {sessions['num']} "
+            "sessions. The interval is over the draws, without the discrepancy of the "
+            "model."
+        )
+        sheets.append(Sheet("Sessions", ("", "duration [s]"), rows, note))
+    return sheets
 
 
 def sweep_sheet(rows: Sequence[dict[str, Any]]) -> Sheet:

@@ -327,6 +327,34 @@ def test_a_trace_repeats_prompts_that_are_cached(simulate: Command) -> None:
     assert load.resident_blocks == 256
 
 
+SESSIONS = """\
+arrival_s,prompt_tokens,output_tokens,session,delay_s
+0,40,11,a,0
+1,30,11,b,0
+2,60,11,a,3
+9,80,11,a,5
+"""
+
+
+@pytest.mark.thorough
+def test_turns_of_sessions_wait_for_answers(simulate: Command) -> None:
+    Path("s.csv").write_text(SESSIONS)
+    report = document(simulate, "mixtral-8x7b", "--tp", "2", "--trace", "s.csv")
+    assert report["num_requests"] == 4
+    assert report["overloaded_share"] == 0
+    sessions = report["sessions"]
+    assert sessions["num"] == 2
+    # Session a takes 8 s of delays and three answers, session b one answer.
+    served_s = 2 * sessions["duration_s"]["mean"] - 8
+    assert served_s == pytest.approx(4 * report["e2e_s"]["mean"], rel=0.1)
+
+
+def test_sessions_are_not_cut(simulate: Command) -> None:
+    Path("s.csv").write_text(SESSIONS)
+    args = "mixtral-8x7b --tp 2 --trace s.csv --duration 3"
+    assert_refused(simulate, args, "--duration and the sessions of s.csv exclude")
+
+
 def test_flags_name_the_units_of_a_trace(simulate: Command) -> None:
     rows = "".join(f"{500 * k},20,5\n" for k in range(60))
     Path("t.csv").write_text("timestamp,prompt_tokens,output_tokens\n" + rows)
