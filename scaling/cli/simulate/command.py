@@ -139,7 +139,7 @@ def _predict_stages(name: str, options: SimulateOptions) -> CommandOutput:
     if name:
         raise ValueError(f"{name}: --stages has the models of its rows")
     plain = SimulateOptions()
-    stage_options = ("stages", "coefficients", "draws", "seed", "out")
+    stage_options = ("stages", "coefficients", "draws", "seed", "plot", "out")
     for field in dataclasses.fields(SimulateOptions):
         setting = getattr(options, field.name)
         if field.name not in stage_options and setting != getattr(plain, field.name):
@@ -149,8 +149,12 @@ def _predict_stages(name: str, options: SimulateOptions) -> CommandOutput:
         document, posterior = stages.predict_table(options, bars)
         _refuse_partial(bars)
     lines = []
-    if options.out is not None:
-        contents = {"simulate.json": dumps(document)}
+    if options.plot or options.out is not None:
+        contents: dict[str, str | bytes] = {"simulate.json": dumps(document)}
+        if options.plot:
+            from scaling.cli.simulate import drawing
+
+            contents |= drawing.render_stages(document)
         document["out"] = write_files(options.out, "simulate", contents)
         lines.append(f"folder: {document['out']}")
     parts = [stages.stage_sheet(document), stages.judgement_sheet(document, posterior)]

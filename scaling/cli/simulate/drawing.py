@@ -48,6 +48,50 @@ def render_simulation(
     return render_figure(draw, panels=(3, 1), size_inches=(6.8, 2.8))
 
 
+def render_stages(document: dict[str, Any]) -> dict[str, bytes]:
+    """Draws the predicted stages with measured values, and returns the files by name.
+
+    Overloaded stages are hollow.
+    """
+    rows = document["rows"]
+
+    def draw(axes: np.ndarray) -> None:
+        for ax, key, name, color in (
+            (axes[0], "e2e_s", "end to end, mean", BLUE),
+            (axes[1], "ttft_s", "first token, median", GREEN),
+        ):
+            _draw_stage_errors(ax, rows, key, name, color)
+
+    return render_figure(draw, panels=(2, 1), size_inches=(6.8, 2.8))
+
+
+def _draw_stage_errors(
+    ax: "Axes", rows: Sequence[dict[str, Any]], key: str, name: str, color: int
+) -> None:
+    """Draws a latency of each stage: intervals, and measured values if there are."""
+    look = plotting.colors()[color]
+    compared = rows[0][key]["compared"]
+    places = np.arange(1, len(rows) + 1)
+    middle = np.array([row[key][compared] for row in rows])
+    low, high = np.array([row[key]["interval"][compared] for row in rows]).T
+    ax.vlines(places, low, high, color=look, linewidth=4, alpha=_ALPHA)
+    overloaded = np.array([row["is_overloaded"] for row in rows])
+    faces = [look if x else "white" for x in ~overloaded]
+    ax.scatter(places, middle, color=look, facecolor=faces, label="predicted", zorder=3)
+    title = f"Predicted {name}, {len(rows)} stages"
+    if rows[0][key]["measured"] is not None:
+        measured = [row[key]["measured"][compared] for row in rows]
+        ax.scatter(places, measured, color="black", marker="x", label="measured")
+        errors = [abs(row[key]["error"]) for row in rows if not row["is_overloaded"]]
+        if errors:
+            title = f"{name.capitalize()}: {100 * np.median(errors):.1f} % off in the median"
+    if overloaded.any():
+        title += "; hollow: overloaded"
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    set_labels(ax, title, "row of the table", f"{name} [s]", yscale="log")
+    ax.legend()
+
+
 def _draw_sweep_objective(
     ax: "Axes",
     case: ServerCase,

@@ -587,6 +587,7 @@ def test_the_rows_of_a_table_are_predicted(
     Path("new.csv").write_text(
         "".join(",".join(x.split(",")[:cut]) + "\n" for x in lines)
     )
-    plain = document(simulate, "--stages", "new.csv")
+    plain = document(simulate, "--stages", "new.csv", "--plot")
     assert plain["rows"][0]["e2e_s"]["error"] is None
+    assert (Path(plain["out"]) / "figure-2.png").exists()
     assert "coverage" not in plain
