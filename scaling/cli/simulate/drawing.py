@@ -84,10 +84,11 @@ def _draw_stage_errors(
         ax.scatter(places, measured, color="black", marker="x", label="measured")
         errors = [abs(row[key]["error"]) for row in rows if not row["is_overloaded"]]
         if errors:
-            title = f"{name.capitalize()}: {100 * np.median(errors):.1f} % off in the median"
+            error = f"{100 * np.median(errors):.1f} % off in the median"
+            title = f"{name.capitalize()}: {error}"
     if overloaded.any():
         title += "; hollow: overloaded"
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.locator_params(axis="x", integer=True)
     set_labels(ax, title, "row of the table", f"{name} [s]", yscale="log")
     ax.legend()
 
