@@ -14,6 +14,17 @@ if TYPE_CHECKING:
         find_loop_latency,
         make_loop_cost,
     )
+    from scaling.calibration.closed_loops.loop_calibration import (
+        ENERGY_DISCREPANCY,
+        INTERVAL_HALF,
+        LOOP_DISCREPANCY,
+        LOOP_LATENCIES,
+        POWER_DISCREPANCY,
+        LoopCalibration,
+        ServerPrediction,
+        calibrate_loops,
+        predict_servers,
+    )
     from scaling.calibration.closed_loops.measured_servers import (
         ENGINES,
         MeasuredServer,
@@ -28,6 +39,12 @@ if TYPE_CHECKING:
         LoopPrediction,
         fit_loops,
         predict_loops,
+    )
+    from scaling.calibration.closed_loops.power import (
+        PowerShares,
+        find_used_shares,
+        fit_power,
+        predict_watts,
     )
     from scaling.calibration.closed_loops.row_costs import (
         RowWork,

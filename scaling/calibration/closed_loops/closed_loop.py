@@ -25,6 +25,7 @@ from scaling.calibration.server_cost import (
     ServerCost,
     smooth_maximum,
 )
+from scaling.costs import counts_as_floats
 
 
 class LoopCoefficients(NamedTuple):
@@ -75,6 +76,8 @@ class LoopLatency(NamedTuple):
     """From a request to its first token."""
     num_running: Float[Array, ""]
     """Requests that run; the others wait for memory."""
+    mean_token_s: Float[Array, ""]
+    """Mean time per token with the steps that feed prompts, which a median hides."""
 
 
 def find_loop_latency(work: RowWork, coefficients: LoopCoefficients) -> LoopLatency:
@@ -113,15 +116,18 @@ def find_loop_latency(work: RowWork, coefficients: LoopCoefficients) -> LoopLate
     prompt_s = cost(fed) - step_s
     single_s = cost(single)
     others = jnp.maximum(running - 1, 0.0)
-    share = jnp.where(work.is_median_step > 0, 0.0, f.interference)
-    token_s = f.pace * (step_s + share * others / answer * prompt_s)
+    prompts_s = f.interference * others / answer * prompt_s
+    mean_token_s = f.pace * (step_s + prompts_s)
+    token_s = jnp.where(work.is_median_step > 0, f.pace * step_s, mean_token_s)
     # Little's law: a slot is free once per lifetime of a running request.
     queue = jnp.maximum(work.concurrency - running, 0.0)
     prompt_s, single_s = lax.stop_gradient((prompt_s, single_s))
     wait_s = queue / running * lax.stop_gradient(answer * token_s + prompt_s)
     first_s = f.server.ingest_s + f.prompt_steps * single_s + wait_s
     first_s += f.first_wave * others * prompt_s
-    return LoopLatency(jnp.asarray(token_s), jnp.asarray(first_s), running)
+    return LoopLatency(
+        token_s, jnp.asarray(first_s), running, jnp.asarray(mean_token_s)
+    )
 
 
 class LoopCost(NamedTuple):
@@ -136,7 +142,8 @@ class LoopCost(NamedTuple):
 
     def __call__(self, work: Work) -> Float[Array, ""]:
         """Returns the time of a step in s; 0 for a step without tokens."""
-        rows = jnp.float32(work.num_decode_rows + work.num_prompt_rows)
+        w = counts_as_floats(work)
+        rows = w.num_decode_rows + w.num_prompt_rows
         met = 1.0 - (1.0 - self.dense.counts.expert_share) ** rows
         has_experts = self.read_s > 0
         # Kernels of the experts run after those of attention: their bounds are added.

@@ -85,7 +85,9 @@ class MeasuredServer:
     first_token_s: float | None = None
     """Measured time from a request to its first token in s."""
     watts: float | None = None
-    """Measured power of all devices."""
+    """Measured power of all devices in W."""
+    token_joules: float | None = None
+    """Measured energy of an answer's token in J, prompts included."""
     is_median_step: bool = False
     """True if `token_s` is the median time between tokens, which hides the steps with
     prompts, and `concurrency` the mean number of running requests."""
@@ -204,7 +206,13 @@ def _read_aiconfigurator(
 
 
 def _read_energy(name: str, cells: Mapping[str, str], row: RawRow) -> MeasuredServer:
-    has_watts = bool(cells.get("avg_power_watts"))
+    power = {
+        field: _number(cells, key, low=0) if cells.get(key) else None
+        for field, key in (
+            ("watts", "avg_power_watts"),
+            ("token_joules", "energy_per_token_joules"),
+        )
+    }
     size = cells.get("max_num_seqs", "")
     parts = (cells.get("task", ""), cells["model_id"], cells["gpu_model"])
     checkpoint = cells["model_id"]
@@ -226,7 +234,7 @@ def _read_energy(name: str, cells: Mapping[str, str], row: RawRow) -> MeasuredSe
         prompt_tokens=CHAT_PROMPT_TOKENS,
         answer_tokens=_length(cells, "avg_output_len"),
         token_s=_milliseconds(cells, "median_itl_ms", low=0.3, high=2e4),
-        watts=_number(cells, "avg_power_watts", low=1) if has_watts else None,
+        **power,
         is_median_step=True,
     )
 

@@ -18,7 +18,7 @@ Source: Gelman et al. 2013, Bayesian Data Analysis, chapters 5 and 17.
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -55,6 +55,7 @@ GROUP_ROWS = 40
 """Rows of one model, device, engine and format that count in full together."""
 _FIXED = ("first_token_s", "stream_s", "delivery_lag", "pace")
 """Coefficients without a shared deviation: closed loops do not determine them."""
+_BLOCK_ROWS = 256
 _MAX_MOVES = 40
 _LONGEST_MOVE = 1.5
 
@@ -126,8 +127,8 @@ def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
     scale = np.tile(LOOP_NOISE, len(servers))
 
     def residuals(deviations: np.ndarray) -> np.ndarray:
-        logs = _log_latencies(jnp.float32(deviations), rows, sizes)
-        return (np.asarray(logs, np.float64).ravel() - target) / scale
+        logs = _in_blocks(_log_latencies, deviations, rows, sizes)
+        return (logs.ravel() - target) / scale
 
     def loss(deviations: np.ndarray, r: np.ndarray) -> float:
         tails = (FREEDOM + 1) / 2 * np.log1p(r**2 / FREEDOM)
@@ -138,7 +139,7 @@ def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
     lowest = loss(mode, r)
     damping = 1e-2
     for _ in range(_MAX_MOVES):
-        jacobian = np.asarray(_log_jacobian(jnp.float32(mode), rows, sizes), np.float64)
+        jacobian = _in_blocks(_log_jacobian, mode, rows, sizes)
         jacobian = jacobian.reshape(len(r), -1) / scale[:, None]
         pull = weight * (FREEDOM + 1) / (FREEDOM + r**2)
         normal = jacobian.T @ (pull[:, None] * jacobian) + np.eye(len(mode))
@@ -175,6 +176,8 @@ class LoopPrediction(NamedTuple):
     discrepancy of the model."""
     num_running: Float[np.ndarray, " servers"]
     """Requests that run."""
+    mean_token_s: Float[np.ndarray, " servers"]
+    """Mean time per token, prompts included, see `LoopLatency`."""
 
 
 def predict_loops(servers: Sequence[MeasuredServer], fit: LoopFit) -> LoopPrediction:
@@ -187,12 +190,11 @@ def predict_loops(servers: Sequence[MeasuredServer], fit: LoopFit) -> LoopPredic
     """
     rows = _stack_rows(servers, fit.groups)
     sizes = tuple(map(len, fit.groups.values()))
-    mode = jnp.float32(fit.mode)
-    logs = np.asarray(_log_latencies(mode, rows, sizes), np.float64)
-    jacobian = np.asarray(_log_jacobian(mode, rows, sizes), np.float64)
+    logs = _in_blocks(_log_latencies, fit.mode, rows, sizes)
+    jacobian = _in_blocks(_log_jacobian, fit.mode, rows, sizes)
     variance = np.einsum("skp,pq,skq->sk", jacobian, fit.covariance, jacobian)
-    running = np.asarray(_num_running(mode, rows, sizes))
-    return LoopPrediction(np.exp(logs), np.sqrt(variance), running)
+    running, mean_s = _in_blocks(_load, fit.mode, rows, sizes).T
+    return LoopPrediction(np.exp(logs), np.sqrt(variance), running, mean_s)
 
 
 class _Rows(NamedTuple):
@@ -250,6 +252,23 @@ def _make_coefficients(
     return LoopCoefficients(server=ServerCoefficients(**server), **values)
 
 
+def _in_blocks(
+    function: Callable[..., Array],
+    deviations: np.ndarray,
+    rows: _Rows,
+    sizes: tuple[int, ...],
+) -> np.ndarray:
+    """Maps a compiled function over blocks of one size, so that it compiles once."""
+    num = len(rows.places)
+    padded = np.minimum(np.arange(-(-num // _BLOCK_ROWS) * _BLOCK_ROWS), num - 1)
+    parts = []
+    for places in np.split(padded, len(padded) // _BLOCK_ROWS):
+        block = jax.tree.map(functools.partial(np.take, indices=places, axis=0), rows)
+        part = function(jnp.float32(deviations), block, sizes)
+        parts.append(np.asarray(part, np.float64))
+    return np.concatenate(parts)[:num]
+
+
 def _row_logs(
     deviations: Float[Array, " parameters"], row: _Rows, sizes: tuple[int, ...]
 ) -> Float[Array, "2"]:
@@ -258,11 +277,12 @@ def _row_logs(
     return jnp.log(jnp.stack([latency.token_s, latency.first_token_s]))
 
 
-def _row_running(
+def _row_load(
     deviations: Float[Array, " parameters"], row: _Rows, sizes: tuple[int, ...]
-) -> Float[Array, ""]:
+) -> Float[Array, "2"]:
     coefficients = _make_coefficients(deviations, row, sizes)
-    return find_loop_latency(row.work, coefficients).num_running
+    latency = find_loop_latency(row.work, coefficients)
+    return jnp.stack([latency.num_running, latency.mean_token_s])
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -281,7 +301,7 @@ def _log_jacobian(
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _num_running(
+def _load(
     deviations: Array, rows: _Rows, sizes: tuple[int, ...]
-) -> Float[Array, " servers"]:
-    return jax.vmap(lambda row: _row_running(deviations, row, sizes))(rows)
+) -> Float[Array, "servers 2"]:
+    return jax.vmap(lambda row: _row_load(deviations, row, sizes))(rows)

@@ -7,8 +7,8 @@ Counts are scalars, so that many servers are stacked and mapped over.
 Assumed, since tables do not tell: weights in 4 bits are those of the routed experts in
 a mixture, and all matrices of the layers in a dense model; embedding, head and norms
 have 16 bits. Products run at the rate of the format where the device has one, else at
-that of 16 bits. K and V have 8 bits on TensorRT-LLM with weights below 16 bits, and in
-mixtures with 8 or 4 bits on every engine; else 16.
+that of 16 bits. K and V have 8 bits with weights below 16 bits on TensorRT-LLM, and on
+SGLang in mixtures; else 16, the default of vLLM.
 """
 
 import functools
@@ -82,6 +82,7 @@ def stack_work(servers: Sequence[MeasuredServer]) -> RowWork:
     )
 
 
+@functools.lru_cache(maxsize=8192)
 def count_server(server: MeasuredServer) -> RowWork:
     """Returns the counts of a server as numbers."""
     model = server.model
@@ -107,6 +108,8 @@ def count_server(server: MeasuredServer) -> RowWork:
         state_bytes = STATE_NUMBER_BYTES * numbers
     room = num * (MEMORY_SHARE * device.memory_bytes - WORKSPACE_BYTES)
     room -= weights.bytes + weights.expert_bytes
+    if not model.tie_embeddings:  # a tied head is among the weights
+        room -= FORMAT_BYTES["bf16"] * model.vocab_size * model.hidden_size
     exchanged = 4 * model.hidden_size * (num - 1) / num
     num_reduces = 2 * model.num_layers if num > 1 else 0
     experts = model.experts
@@ -214,9 +217,9 @@ def _count_weights(
 
 
 def _kv_number_bytes(server: MeasuredServer) -> int:
-    is_short = server.weight_format != "bf16"
-    in_8_bits = server.engine == "trtllm" or server.model.experts is not None
-    return 1 if is_short and in_8_bits else 2
+    if server.weight_format == "bf16" or server.engine == "vllm":
+        return 2
+    return 1 if server.engine == "trtllm" or server.model.experts is not None else 2
 
 
 def _window_share(model: ModelShape, context: float) -> float:
