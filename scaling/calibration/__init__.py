@@ -6,6 +6,59 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from scaling.calibration.calibrated_cost import make_calibrated_cost
+    from scaling.calibration.closed_loops.closed_loop import (
+        LOOP_PRIOR,
+        LoopCoefficients,
+        LoopCost,
+        LoopLatency,
+        find_loop_latency,
+        make_loop_cost,
+    )
+    from scaling.calibration.closed_loops.loop_calibration import (
+        ENERGY_DISCREPANCY,
+        INTERVAL_HALF,
+        LOOP_DISCREPANCY,
+        LOOP_LATENCIES,
+        POWER_DISCREPANCY,
+        LoopCalibration,
+        ServerPrediction,
+        calibrate_loops,
+        predict_servers,
+    )
+    from scaling.calibration.closed_loops.measured_servers import (
+        ENGINES,
+        MeasuredServer,
+        ServerTable,
+        WeightFormat,
+        find_server_form,
+        read_measured_servers,
+    )
+    from scaling.calibration.closed_loops.pooled_fit import (
+        EFFECTS,
+        LoopFit,
+        LoopPrediction,
+        fit_loops,
+        predict_loops,
+    )
+    from scaling.calibration.closed_loops.power import (
+        PowerShares,
+        find_used_shares,
+        fit_power,
+        predict_watts,
+    )
+    from scaling.calibration.closed_loops.row_costs import (
+        RowWork,
+        count_server,
+        find_peak_share,
+        stack_work,
+    )
+    from scaling.calibration.closed_loops.splits import (
+        PUBLIC_SPLIT,
+        ServerFold,
+        digest_split,
+        find_implausible_servers,
+        split_servers,
+    )
     from scaling.calibration.measurements import (
         LatencySummary,
         MeasuredStage,

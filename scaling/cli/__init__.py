@@ -10,6 +10,14 @@ if TYPE_CHECKING:
         FIRST_TOKEN,
         CalibrationResult,
     )
+    from scaling.cli.calibrate.server_tables import (
+        FIRST_TOKEN_TIME,
+        SERVER_TABLES,
+        TIME_PER_TOKEN,
+        ServerTablesConfig,
+        ServerTablesResult,
+        predict_server_tables,
+    )
     from scaling.cli.calibrate.study import (
         STUDY,
         CalibrationConfig,

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from scaling.costs.step_models import (
         DISTSERVE,
         FIGURE_12,
+        MEMORY_SHARE,
         PAGE_SIZE,
         CostModel,
         LinearCost,

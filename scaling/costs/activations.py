@@ -67,8 +67,10 @@ def stored_tensors(
       number_bytes: bytes of a number, 2 or 4.
 
     Raises:
-      ValueError: a size is out of range.
+      ValueError: a size is out of range, or the model has recurrent layers.
     """
+    if model.num_recurrent_layers:
+        raise ValueError(f"{model.name}: recurrent layers keep tensors not counted yet")
     e = number_bytes
     h = model.hidden_size
     n = model.attention.num_q_heads

@@ -38,6 +38,7 @@ class Device(NamedTuple):
       measured_source: source of the measurements.
       sheet_bytes: memory of the data sheet, in decimal GB as papers count it.
       float4: dense 4-bit products, operations per second; 0 if not supported.
+      board_watts: largest configurable power of the data sheet; 0 if unknown.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Device(NamedTuple):
     measured_source: str = ""
     sheet_bytes: float = 0.0
     float4: float = 0.0
+    board_watts: float = 0.0
 
     def rate(self, precision: Precision) -> float:
         """Returns the operations per second at a precision.
@@ -136,6 +138,26 @@ _FLOAT4_TFLOPS = {
 }
 """Dense TFLOP/s of 4-bit products, from the data sheets of `_SOURCES`."""
 
+_BOARD_WATTS = {
+    "v100": 300,
+    "t4": 70,
+    "a10": 150,
+    "a100-40gb": 400,
+    "a100-80gb": 400,
+    "l4": 72,
+    "l40s": 350,
+    "h100": 700,
+    "h100-pcie": 350,
+    "h200": 700,
+    "b200": 1000,
+    "gb200": 1200,
+    "gb300": 1400,
+    "rtx-4090": 450,
+    "rtx-pro-6000": 600,
+    "mi300x": 750,
+}
+"""Power in W, from the data sheets of `_SOURCES`."""
+
 _BEKMAN = "Bekman, Machine Learning Engineering, table of achievable products (2025)"
 
 _MEASURED = {
@@ -182,7 +204,10 @@ def _device(name: str, *sizes: str) -> Device:
     read = [float(x + power) for x, power in zip(sizes, powers, strict=True)]
     measured = _MEASURED.get(name, (0.0, 0.0, ""))
     device = Device(name, *read, _SOURCES[name], *measured, sheet_bytes=read[0])
-    device = device._replace(float4=_FLOAT4_TFLOPS.get(name, 0) * 1e12)
+    device = device._replace(
+        float4=_FLOAT4_TFLOPS.get(name, 0) * 1e12,
+        board_watts=float(_BOARD_WATTS.get(name, 0)),
+    )
     if name in _REPORTED_MIB:
         device = device._replace(memory_bytes=_REPORTED_MIB[name] * 2.0**20)
     return device

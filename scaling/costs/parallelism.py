@@ -176,6 +176,8 @@ def check_layout(
     Raises:
       ValueError: a degree does not divide its size; the message has the first one.
     """
+    if model.num_recurrent_layers:
+        raise ValueError(f"{model.name}: recurrent layers are not divided yet")
     heads = model.attention.num_q_heads
     experts = model.experts
     kv_heads = model.attention.num_kv_heads

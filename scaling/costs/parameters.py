@@ -10,9 +10,12 @@ from typing import Literal, NamedTuple
 
 from scaling.shapes import HeadAttention, ModelShape
 
-type Place = Literal["first", "every", "dense", "mixture", "last", "ahead"]
-"""Position in the model: before the layers; in every layer, or in those with a dense or
-an expert FFN; after them; in layers for multi-token prediction."""
+type Place = Literal[
+    "first", "every", "attention", "recurrent", "dense", "mixture", "last", "ahead"
+]
+"""Position in the model: before the layers; in every layer, in those with attention or
+a recurrent state where a model has both, or in those with a dense or an expert FFN;
+after them; in layers for multi-token prediction."""
 
 type Split = Literal["none", "heads", "kv_heads", "mlp", "vocab", "experts"]
 """Axis by which tensor (or expert) parallelism divides a weight."""
@@ -22,8 +25,8 @@ class Weight(NamedTuple):
     """One parameter tensor.
 
     Attributes:
-      part: part of the model: embedding, positions, attention, mlp, experts, norms,
-        head.
+      part: part of the model: embedding, positions, attention, recurrent, mlp,
+        experts, norms, head.
       name: description of the weight.
       formula: size in the letters of `shapes.description`.
       size: number of parameters.
@@ -106,6 +109,8 @@ def place_counts(model: ModelShape) -> dict[Place, int]:
     return {
         "first": 1,
         "every": model.num_layers,
+        "attention": model.num_attention_layers,
+        "recurrent": model.num_recurrent_layers,
         "dense": model.num_dense_layers,
         "mixture": model.num_mixture_layers,
         "last": 1,
@@ -128,7 +133,7 @@ def list_weights(model: ModelShape) -> tuple[Weight, ...]:
     weights = [Weight("embedding", "tokens", "v h", v * h, "first", split="vocab")]
     if rows:
         weights.append(Weight("positions", "positions", "r h", rows * h, "first"))
-    layers = [*_attention(model)]
+    layers = [*_attention(model), *_recurrent(model)]
     if model.num_dense_layers:
         layers += _mlp(model)
     if model.num_mixture_layers:
@@ -150,7 +155,8 @@ def list_weights(model: ModelShape) -> tuple[Weight, ...]:
 
 
 def _attention(model: ModelShape) -> Iterable[Weight]:
-    plain = functools.partial(Weight, "attention", place="every")
+    place = "attention" if model.num_recurrent_layers else "every"
+    plain = functools.partial(Weight, "attention", place=place)
     weight = functools.partial(plain, applied=1)
     a = model.attention
     h = model.hidden_size
@@ -161,6 +167,8 @@ def _attention(model: ModelShape) -> Iterable[Weight]:
         yield weight("query", "h n d", h * n * d, split="heads")
         yield weight("key and value", "2 h m d", 2 * h * m * d, split="kv_heads")
         yield weight("output", "n d h", n * d * h, split="heads")
+        if a.out_gate:
+            yield weight("output gate", "h n d", h * n * d, split="heads")
         if a.qkv_bias:
             yield plain("query bias", "n d", n * d, split="heads")
             yield plain("key and value bias", "2 m d", 2 * m * d, split="kv_heads")
@@ -182,6 +190,26 @@ def _attention(model: ModelShape) -> Iterable[Weight]:
     up = c * n * (a.nope_dim + a.value_dim)
     yield weight("key and value, up", "c n (dn + dv)", up, split="heads")
     yield weight("output", "n dv h", n * a.value_dim * h, split="heads")
+
+
+def _recurrent(model: ModelShape) -> Iterable[Weight]:
+    if not model.num_recurrent_layers:
+        return
+    r = model.recurrent
+    assert r is not None  # a ModelShape with recurrent layers has their shape
+    plain = functools.partial(Weight, "recurrent", place="recurrent")
+    weight = functools.partial(plain, applied=1, split="heads")
+    h = model.hidden_size
+    keys = 2 * r.num_key_heads * r.key_dim
+    values = r.num_value_heads * r.value_dim
+    yield weight("query, key, value", "h (2 nk dk + nv dv)", h * (keys + values))
+    yield weight("output gate", "h nv dv", h * values)
+    yield weight("decay and rate", "2 h nv", 2 * h * r.num_value_heads)
+    yield weight("output", "nv dv h", values * h)
+    size = r.kernel_size * (keys + values)
+    yield plain("convolution", "(2 nk dk + nv dv) w", size)
+    yield plain("decay biases", "2 nv", 2 * r.num_value_heads)
+    yield plain("output norm", "dv", r.value_dim)
 
 
 def _mlp(model: ModelShape) -> Iterable[Weight]:

@@ -63,7 +63,7 @@ class Roofline(NamedTuple):
 
 @validation.checks_numbers(kv_bytes=NUMBER_BYTES_RANGE)
 def kv_bytes_per_token(model: ModelShape, *, kv_bytes: int | float = 2) -> int | float:
-    """Returns the bytes of keys and values of one token in all layers.
+    """Returns the bytes of keys and values of one token in all layers with attention.
 
     Llama-2-7B in 16 bits: 524,288. Latent attention caches a latent and a rotary key
     instead: DeepSeek-V3 70,272.
@@ -72,7 +72,7 @@ def kv_bytes_per_token(model: ModelShape, *, kv_bytes: int | float = 2) -> int |
       model: shape of the model.
       kv_bytes: bytes of one number.
     """
-    return model.num_layers * model.attention.cached_numbers * kv_bytes
+    return model.num_attention_layers * model.attention.cached_numbers * kv_bytes
 
 
 @validation.checks_numbers(tokens=(0, 2**63), kv_bytes=NUMBER_BYTES_RANGE)

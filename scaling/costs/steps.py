@@ -117,7 +117,8 @@ def step_cost(
 ) -> StepCost:
     """Computes the coefficients of a model on devices.
 
-    Latent attention is counted as in decoding, on the latents.
+    Latent attention is counted as in decoding, on the latents. The states of recurrent
+    layers are not counted.
 
     Args:
       model: shape of the model.
@@ -135,7 +136,8 @@ def step_cost(
     """
     terms = decode_terms(model, context=1)
     head = sum(x.flops for x in terms if x.part == "head")
-    keys = sum(x.flops for x in terms if x.growth == "s^2") / model.num_layers
+    keys = sum(x.flops for x in terms if x.growth == "s^2")
+    keys /= model.num_attention_layers
     routed = 0
     if (experts := model.experts) is not None:
         routed = sum(
@@ -145,7 +147,8 @@ def step_cost(
         )
     read_bytes = serving.weight_bytes_read(model, 1, weight_bytes=weight_bytes)
     share = experts.top_k / experts.num_experts if experts else 0.0
-    kinds = dict.fromkeys(model.windows)
+    windows = model.attention_windows
+    kinds = dict.fromkeys(windows)
     numbers = {
         "flops_per_token": sum(x.flops for x in terms if x.growth == "s") - head,
         "flops_per_logit": head,
@@ -155,7 +158,7 @@ def step_cost(
         "expert_share": share,
         "kv_bytes": model.attention.cached_numbers * kv_bytes,
         "window": [float(window or _ALL) for window in kinds],
-        "layers": [float(model.windows.count(window)) for window in kinds],
+        "layers": [float(windows.count(window)) for window in kinds],
         "flops_per_s": device.rate(precision) * compute_share * num_devices,
         "bytes_per_s": device.bandwidth * bandwidth_share * num_devices,
         "overhead_s": overhead_s,

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         LatentAttention,
         MixtureShape,
         ModelShape,
+        RecurrentShape,
     )
     from scaling.shapes.from_model import describe_config
     from scaling.shapes.huggingface import describe_huggingface, load_shape

@@ -29,6 +29,8 @@ class HeadAttention(ConfigRecord):
     out_bias: bool = False
     qk_norm: bool = False
     """RMS norm over head_dim of every query and key (Qwen3, Gemma 3)."""
+    out_gate: bool = False
+    """True if a product of the size of the queries' scales the outputs (Qwen3.5)."""
 
     def __post_init__(self) -> None:
         """Validates the head counts."""
@@ -98,6 +100,27 @@ class LatentAttention(ConfigRecord):
         return self.kv_rank + self.rope_dim
 
 
+class RecurrentShape(ConfigRecord):
+    """Gated delta rule: a state of each sequence in place of K and V.
+
+    Source: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464.
+    """
+
+    num_key_heads: PositiveInt
+    num_value_heads: PositiveInt
+    key_dim: PositiveInt
+    """Width of a key or query head."""
+    value_dim: PositiveInt
+    """Width of a value head."""
+    kernel_size: PositiveInt = 4
+    """Tokens that the convolution over queries, keys and values sees."""
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a sequence's state in one layer."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+
 class MixtureShape(ConfigRecord):
     """Mixture of experts: a token uses `top_k` routed experts, and all shared ones."""
 
@@ -146,6 +169,10 @@ class ModelShape(ConfigRecord):
     """Rows of a table of learned positions; 0 with rotary ones."""
     windows: tuple[int | None, ...] = ()
     """Window of each layer, None for all tokens; empty: no layer has a window."""
+    recurrent: RecurrentShape | None = None
+    """Recurrent layers that some models have in place of attention."""
+    recurrent_layers: tuple[bool, ...] = ()
+    """Mask of the layers with `recurrent` in place of attention; empty: none."""
     tie_embeddings: bool = False
     num_ahead_layers: NonNegativeInt = 0
     """Layers for multi-token prediction, in addition to `num_layers` (DeepSeek-V3)."""
@@ -171,6 +198,13 @@ class ModelShape(ConfigRecord):
             raise ValueError(f"{min(w for w in self.windows if w)=} must be at least 1")
         if any(self.mixture_layers) and self.experts is None:
             raise ValueError("mixture_layers without experts")
+        if any(self.recurrent_layers) and self.recurrent is None:
+            raise ValueError("recurrent_layers without recurrent")
+        if len(self.recurrent_layers) not in (0, self.num_layers):
+            raise ValueError(
+                f"{len(self.recurrent_layers)} recurrent_layers for "
+                f"num_layers={self.num_layers}"
+            )
 
     @property
     def num_mixture_layers(self) -> int:
@@ -182,9 +216,27 @@ class ModelShape(ConfigRecord):
         """Number of layers with a dense FFN."""
         return self.num_layers - self.num_mixture_layers
 
+    @property
+    def num_recurrent_layers(self) -> int:
+        """Number of layers with a state in place of attention."""
+        return sum(self.recurrent_layers)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of layers with K and V."""
+        return self.num_layers - self.num_recurrent_layers
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """Windows of the layers with attention."""
+        if not self.recurrent_layers:
+            return self.windows
+        pairs = zip(self.windows, self.recurrent_layers, strict=True)
+        return tuple(window for window, is_recurrent in pairs if not is_recurrent)
+
     def over_layers(self, of_window: Callable[[int | None], int]) -> int:
-        """Sums a function of a layer's window over the layers."""
-        kinds = Counter(self.windows).items()
+        """Sums a function of a layer's window over the layers with attention."""
+        kinds = Counter(self.attention_windows).items()
         return sum(layers * of_window(window) for window, layers in kinds)
 
 
@@ -193,15 +245,18 @@ def describe_fields(fields: Mapping[str, Any]) -> ModelShape:
 
     Args:
       fields: fields of a `ModelConfig`, or of a `ModelShape` and its attention;
-        `experts` is a mapping of fields, or absent. Unknown fields are ignored.
+        `experts` and `recurrent` are mappings of fields, or absent. Unknown fields are
+        ignored.
     """
     attention = LatentAttention if "kv_rank" in fields else HeadAttention
     experts = fields.get("experts")
     rows = 0
     if fields.get("positions") == "learned":
         rows = fields["max_positions"] + fields.get("position_offset", 0)
+    recurrent = fields.get("recurrent")
     parts = {
         "experts": _build(MixtureShape, experts) if experts else None,
+        "recurrent": _build(RecurrentShape, recurrent) if recurrent else None,
         "attention": _build(attention, fields),
         "position_rows": rows,
     }

@@ -332,6 +332,34 @@ SHAPES: dict[str, dict[str, object]] = {
             ("llama-4-maverick-17b-128e", 128, 2, 1048576),
         )
     },
+    # Qwen Team 2026, the checkpoint's config.json, text only: three of four layers have
+    # the gated delta rule in place of attention.
+    "qwen3.5-397b-a17b": {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "num_layers": 60,
+        "num_q_heads": 32,
+        "num_kv_heads": 2,
+        "head_dim": 256,
+        "qk_norm": True,
+        "out_gate": True,
+        "recurrent": {
+            "num_key_heads": 16,
+            "num_value_heads": 64,
+            "key_dim": 128,
+            "value_dim": 128,
+        },
+        "recurrent_layers": (True, True, True, False) * 15,
+        "mlp_size": 1024,
+        "experts": {
+            "num_experts": 512,
+            "top_k": 10,
+            "size": 1024,
+            "shared_size": 1024,
+            "shared_gate": True,
+        },
+        "max_positions": 262144,
+    },
 }
 """Fields of published models of families that `huggingface` does not read."""
 

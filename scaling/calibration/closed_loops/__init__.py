@@ -1,0 +1,1 @@
+"""Servers under a constant number of requests: their rows, step times and fits."""

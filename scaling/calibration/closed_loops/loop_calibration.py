@@ -1,0 +1,160 @@
+"""Fits of dense models and of mixtures, and predictions with intervals.
+
+Dense models are predicted by a fit to rows of dense models, and mixtures by a fit to
+all rows: shared coefficients gain from dense rows, but those of mixtures, whose engines
+have more settings that tables lack, would widen and bias predictions of dense models.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from scaling.calibration.closed_loops.measured_servers import MeasuredServer
+from scaling.calibration.closed_loops.pooled_fit import (
+    LoopFit,
+    LoopPrediction,
+    fit_loops,
+    predict_loops,
+)
+from scaling.calibration.closed_loops.power import (
+    PowerShares,
+    fit_power,
+    predict_watts,
+)
+
+LOOP_LATENCIES = ("time per token", "first token")
+"""Names of the predicted latencies, the columns of a prediction."""
+LOOP_DISCREPANCY: Mapping[bool, tuple[float, float]] = {
+    False: (0.15, 0.8),
+    True: (0.25, 0.6),
+}
+"""Standard deviation of the logarithm of each latency that a fit leaves on a model it
+did not see; by whether the model is a mixture. Calibrated: 90 % of the errors of public
+rows whose model was left out are within 1.645 of it."""
+INTERVAL_HALF = NormalDist().inv_cdf(0.95)
+"""Standard deviations from the median to either end of an interval of 90 %."""
+POWER_DISCREPANCY = 0.2
+ENERGY_DISCREPANCY = 0.25
+"""Standard deviation of the logarithms of power and of energy per token, for models
+that a fit did not see. Calibrated as `LOOP_DISCREPANCY`."""
+
+
+class LoopCalibration(NamedTuple):
+    """Fits by kind of model; None where no row determines one."""
+
+    dense: LoopFit | None
+    mixture: LoopFit | None
+    power: PowerShares | None
+    """Shares of the board power; None if no row has watts."""
+
+    def fit_of(self, server: MeasuredServer) -> LoopFit:
+        """Returns the fit for a server; that of the other kind if there is no own.
+
+        Raises:
+          ValueError: there is no fit.
+        """
+        fits = (self.dense, self.mixture)
+        first, second = fits if server.model.experts is None else fits[::-1]
+        if (fit := first or second) is None:
+            raise ValueError(f"{server.name}: no fit of dense models or mixtures")
+        return fit
+
+
+class ServerPrediction(NamedTuple):
+    """Predicted latencies of servers in s; columns are those of `LOOP_LATENCIES`."""
+
+    low_s: Float[np.ndarray, "servers 2"]
+    """5 % quantile."""
+    median_s: Float[np.ndarray, "servers 2"]
+    high_s: Float[np.ndarray, "servers 2"]
+    """95 % quantile."""
+    num_running: Float[np.ndarray, " servers"]
+    """Requests that run; fewer than the concurrency if memory is short."""
+    watts: Float[np.ndarray, " servers"]
+    """Power of all devices in W; NaN without a fit of power, or if the board power of
+    the device is unknown."""
+    token_joules: Float[np.ndarray, " servers"]
+    """Energy of an answer's token in J, prompts included; NaN as for `watts`."""
+
+
+def calibrate_loops(
+    servers: Sequence[MeasuredServer],
+    *,
+    has_dense: bool = True,
+    has_mixtures: bool = True,
+) -> LoopCalibration:
+    """Fits dense models and mixtures.
+
+    Args:
+      servers: rows with a time per token.
+      has_dense: False to fit no dense models.
+      has_mixtures: False to fit no mixtures.
+
+    Raises:
+      ValueError: no row has a time per token.
+    """
+    if not any(x.token_s for x in servers):
+        raise ValueError("servers must have at least one with a time per token")
+    measured = [x for x in servers if x.token_s is not None]
+    dense = [x for x in measured if x.model.experts is None]
+    fits_dense = bool(dense) and has_dense
+    fits_mixtures = len(dense) < len(measured) and has_mixtures
+    calibration = LoopCalibration(
+        dense=fit_loops(dense) if fits_dense else None,
+        # Rows of one kind predict the other, too.
+        mixture=fit_loops(measured) if fits_mixtures or not fits_dense else None,
+        power=None,
+    )
+    powered = [x for x in measured if x.watts is not None and x.device.board_watts]
+    if not powered:
+        return calibration
+    load = _predict(powered, calibration)
+    return calibration._replace(power=fit_power(powered, load))
+
+
+def predict_servers(
+    servers: Sequence[MeasuredServer], calibration: LoopCalibration
+) -> ServerPrediction:
+    """Predicts servers of any kind; their measured numbers are not used.
+
+    Args:
+      servers: the servers.
+      calibration: the fits.
+
+    Raises:
+      ValueError: there is no fit.
+    """
+    predicted = _predict(servers, calibration)
+    discrepancy = [LOOP_DISCREPANCY[x.model.experts is not None] for x in servers]
+    factor = np.exp(INTERVAL_HALF * np.hypot(predicted.log_spread, discrepancy))
+    watts = np.full(len(servers), np.nan)
+    if calibration.power is not None:
+        watts = predict_watts(servers, predicted, calibration.power)
+    median = predicted.median_s
+    return ServerPrediction(
+        low_s=median / factor,
+        median_s=median,
+        high_s=median * factor,
+        num_running=predicted.num_running,
+        watts=watts,
+        token_joules=watts * predicted.mean_token_s / predicted.num_running,
+    )
+
+
+def _predict(
+    servers: Sequence[MeasuredServer], calibration: LoopCalibration
+) -> LoopPrediction:
+    """Predicts each server with the fit of its kind."""
+    fits = [calibration.fit_of(x) for x in servers]
+    arrays: list[np.ndarray] = []
+    for fit in {id(x): x for x in fits}.values():
+        places = [i for i, x in enumerate(fits) if x is fit]
+        part = predict_loops([servers[i] for i in places], fit)
+        if not arrays:
+            arrays = [np.zeros((len(servers), *x.shape[1:])) for x in part]
+        for array, values in zip(arrays, part, strict=True):
+            array[places] = values
+    return LoopPrediction(*arrays)

@@ -1,0 +1,307 @@
+"""Coefficients of servers under closed loops, with an effect of each engine and device.
+
+Data are the logarithms of the time per token and of the time to the first token of each
+row. The logarithm of a coefficient is that of `PRIOR` or `LOOP_PRIOR`, plus a deviation
+that all rows share, plus an effect of the row's engine and one of its device, for the
+coefficients of `EFFECTS`. Deviations and effects have normal priors, so an effect that
+few rows support stays small (partial pooling). There are no effects of pairs: they
+fit one model's rows better and lose twofold on the next model.
+
+Residuals have Student's t distribution: engines run settings that a table does not
+have, such as speculation. Many rows of one server count as `GROUP_ROWS`.
+
+The mode is found by Gauss-Newton steps with weights of the residuals; predictions have
+the normal approximation at the mode, and a discrepancy of the model.
+
+Source: Gelman et al. 2013, Bayesian Data Analysis, chapters 5 and 17.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from scaling.calibration.closed_loops.closed_loop import (
+    LOOP_PRIOR,
+    LoopCoefficients,
+    find_loop_latency,
+)
+from scaling.calibration.closed_loops.measured_servers import MeasuredServer
+from scaling.calibration.closed_loops.row_costs import RowWork, stack_work
+from scaling.calibration.server_cost import PRIOR, ServerCoefficients
+
+EFFECTS: Mapping[str, Mapping[str, float]] = {
+    "engine": {
+        "pace": 0.1,
+        "interference": 0.2,
+        "prompt_steps": 0.3,
+        "first_wave": 0.3,
+        "ingest_s": 1.0,
+    },
+    "device": {"pace": 0.1},
+    "statistic": {"pace": 0.1},
+}
+"""Standard deviation of the logarithm of each effect, by kind of group."""
+LOOP_NOISE = np.array([0.08, 0.25])
+"""Scale of the residuals of the logarithms of time per token and of first token."""
+FREEDOM = 4.0
+"""Degrees of freedom of the residuals."""
+GROUP_ROWS = 40
+"""Rows of one model, device, engine and format that count in full together."""
+_FIXED = ("first_token_s", "stream_s", "delivery_lag", "pace")
+"""Coefficients without a shared deviation: closed loops do not determine them."""
+_BLOCK_ROWS = 256
+_MAX_MOVES = 40
+_LONGEST_MOVE = 1.5
+
+PRIOR_WIDTH = 2.0
+"""Factor on the spreads of the priors, which were chosen for 16 bits on H100s."""
+_PRIORS = {**PRIOR, **LOOP_PRIOR}
+_MEDIANS = {name: median for name, (median, _) in _PRIORS.items()}
+_SPREADS = {name: PRIOR_WIDTH * spread for name, (_, spread) in _PRIORS.items()}
+_SHARED = tuple(name for name in _MEDIANS if name not in _FIXED)
+
+
+class LoopFit(NamedTuple):
+    """Mode and covariance of the deviations and effects, all with unit prior."""
+
+    mode: Float[np.ndarray, " parameters"]
+    covariance: Float[np.ndarray, "parameters parameters"]
+    groups: dict[str, tuple[str, ...]]
+    """Groups of the fitted rows by kind; others have the prior of an effect."""
+    models: tuple[str, ...]
+    """Models of the fitted rows."""
+    num_rows: int
+
+    def coefficients(self) -> dict[str, float]:
+        """Returns the coefficients without effects at the mode."""
+        shared = self.mode[: len(_SHARED)]
+        values = {
+            name: float(_MEDIANS[name] * np.exp(_SPREADS[name] * x))
+            for name, x in zip(_SHARED, shared, strict=True)
+        }
+        return _MEDIANS | values
+
+    def effects(self) -> list[tuple[str, str, str, float]]:
+        """Returns kind, group, coefficient and factor of each effect at the mode."""
+        rows = []
+        start = len(_SHARED)
+        for kind, groups in self.groups.items():
+            for name, spread in EFFECTS[kind].items():
+                part = self.mode[start : start + len(groups)]
+                rows += [
+                    (kind, group, name, float(np.exp(spread * x)))
+                    for group, x in zip(groups, part, strict=True)
+                ]
+                start += len(groups) + 1
+        return rows
+
+
+def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
+    """Fits coefficients and effects to servers with a measured time per token.
+
+    Args:
+      servers: the rows; those without a first-token time count for the other only.
+
+    Raises:
+      ValueError: no row has a time per token.
+    """
+    servers = [x for x in servers if x.token_s is not None]
+    if not servers:
+        raise ValueError("servers must have at least one with a time per token")
+    groups = {
+        kind: tuple(sorted({_group_name(x, kind) for x in servers})) for kind in EFFECTS
+    }
+    rows = _stack_rows(servers, groups)
+    sizes = tuple(map(len, groups.values()))
+    data = _data(servers)
+    counts = Counter((*x.group, x.weight_format) for x in servers)
+    share = [min(1.0, GROUP_ROWS / counts[*x.group, x.weight_format]) for x in servers]
+    weight = np.where(np.isnan(data), 0.0, np.array(share)[:, None]).ravel()
+    target = np.nan_to_num(data).ravel()
+    scale = np.tile(LOOP_NOISE, len(servers))
+
+    def residuals(deviations: np.ndarray) -> np.ndarray:
+        logs = _in_blocks(_log_latencies, deviations, rows, sizes)
+        return (logs.ravel() - target) / scale
+
+    def loss(deviations: np.ndarray, r: np.ndarray) -> float:
+        tails = (FREEDOM + 1) / 2 * np.log1p(r**2 / FREEDOM)
+        return float(weight @ tails + deviations @ deviations / 2)
+
+    mode = np.zeros(_num_parameters(sizes))
+    r = residuals(mode)
+    lowest = loss(mode, r)
+    damping = 1e-2
+    for _ in range(_MAX_MOVES):
+        jacobian = _in_blocks(_log_jacobian, mode, rows, sizes)
+        jacobian = jacobian.reshape(len(r), -1) / scale[:, None]
+        pull = weight * (FREEDOM + 1) / (FREEDOM + r**2)
+        normal = jacobian.T @ (pull[:, None] * jacobian) + np.eye(len(mode))
+        slope = jacobian.T @ (pull * r) + mode
+        for _ in range(8):
+            damped = normal + damping * np.diag(np.diag(normal))
+            step = -np.linalg.solve(damped, slope)
+            step *= min(1.0, _LONGEST_MOVE / np.abs(step).max())
+            tried = residuals(mode + step)
+            if (value := loss(mode + step, tried)) < lowest:
+                break
+            damping *= 5
+        else:
+            break
+        is_done = lowest - value < 1e-3
+        mode, r, lowest = mode + step, tried, value
+        damping = max(damping / 5, 1e-6)
+        if is_done:
+            break
+    names = tuple(sorted({x.model.name for x in servers}))
+    covariance = np.linalg.inv(normal)
+    return LoopFit(mode, covariance, groups, names, len(servers))
+
+
+class LoopPrediction(NamedTuple):
+    """Predicted latencies of servers: median and standard deviation of the logarithm.
+
+    The columns are the time per token and the time to the first token.
+    """
+
+    median_s: Float[np.ndarray, "servers 2"]
+    log_spread: Float[np.ndarray, "servers 2"]
+    """Standard deviation of the logarithm that the coefficients leave, without the
+    discrepancy of the model."""
+    num_running: Float[np.ndarray, " servers"]
+    """Requests that run."""
+    mean_token_s: Float[np.ndarray, " servers"]
+    """Mean time per token, prompts included, see `LoopLatency`."""
+
+
+def predict_loops(servers: Sequence[MeasuredServer], fit: LoopFit) -> LoopPrediction:
+    """Predicts the latencies of servers; their measured times are not used.
+
+    Args:
+      servers: the servers; one of an unknown engine or device has no effect of it, and
+        the spread of such effects.
+      fit: the fit.
+    """
+    rows = _stack_rows(servers, fit.groups)
+    sizes = tuple(map(len, fit.groups.values()))
+    logs = _in_blocks(_log_latencies, fit.mode, rows, sizes)
+    jacobian = _in_blocks(_log_jacobian, fit.mode, rows, sizes)
+    variance = np.einsum("skp,pq,skq->sk", jacobian, fit.covariance, jacobian)
+    running, mean_s = _in_blocks(_load, fit.mode, rows, sizes).T
+    return LoopPrediction(np.exp(logs), np.sqrt(variance), running, mean_s)
+
+
+class _Rows(NamedTuple):
+    work: RowWork
+    places: Int[np.ndarray, "servers kinds"]
+    """Index of the row's group of each kind; the number of groups if unknown."""
+
+
+def _group_name(server: MeasuredServer, kind: str) -> str:
+    return {
+        "engine": server.engine,
+        "device": server.device.name,
+        "statistic": "median step" if server.is_median_step else "time per token",
+    }[kind]
+
+
+def _stack_rows(
+    servers: Sequence[MeasuredServer], groups: Mapping[str, tuple[str, ...]]
+) -> _Rows:
+    places = []
+    for server in servers:
+        names = {kind: _group_name(server, kind) for kind in groups}
+        places.append(
+            [
+                known.index(names[kind]) if names[kind] in known else len(known)
+                for kind, known in groups.items()
+            ]
+        )
+    return _Rows(stack_work(servers), np.array(places))
+
+
+def _num_parameters(sizes: tuple[int, ...]) -> int:
+    kinds = zip(EFFECTS.values(), sizes, strict=True)
+    return len(_SHARED) + sum(len(names) * (size + 1) for names, size in kinds)
+
+
+def _data(servers: Sequence[MeasuredServer]) -> Float[np.ndarray, "servers 2"]:
+    pairs = [(x.token_s or np.nan, x.first_token_s or np.nan) for x in servers]
+    return np.log(pairs)
+
+
+def _make_coefficients(
+    deviations: Float[Array, " parameters"], row: _Rows, sizes: tuple[int, ...]
+) -> LoopCoefficients:
+    logs = {name: jnp.log(jnp.float32(median)) for name, median in _MEDIANS.items()}
+    for name, x in zip(_SHARED, deviations[: len(_SHARED)], strict=True):
+        logs[name] += _SPREADS[name] * x
+    start = len(_SHARED)
+    for i, (names, size) in enumerate(zip(EFFECTS.values(), sizes, strict=True)):
+        for name, spread in names.items():
+            logs[name] += spread * deviations[start + row.places[i]]
+            start += size + 1
+    values = {name: jnp.exp(x) for name, x in logs.items()}
+    server = {name: values.pop(name) for name in ServerCoefficients._fields}
+    return LoopCoefficients(server=ServerCoefficients(**server), **values)
+
+
+def _in_blocks(
+    function: Callable[..., Array],
+    deviations: np.ndarray,
+    rows: _Rows,
+    sizes: tuple[int, ...],
+) -> np.ndarray:
+    """Maps a compiled function over blocks of one size, so that it compiles once."""
+    num = len(rows.places)
+    padded = np.minimum(np.arange(-(-num // _BLOCK_ROWS) * _BLOCK_ROWS), num - 1)
+    parts = []
+    for places in np.split(padded, len(padded) // _BLOCK_ROWS):
+        block = jax.tree.map(functools.partial(np.take, indices=places, axis=0), rows)
+        part = function(jnp.float32(deviations), block, sizes)
+        parts.append(np.asarray(part, np.float64))
+    return np.concatenate(parts)[:num]
+
+
+def _row_logs(
+    deviations: Float[Array, " parameters"], row: _Rows, sizes: tuple[int, ...]
+) -> Float[Array, "2"]:
+    coefficients = _make_coefficients(deviations, row, sizes)
+    latency = find_loop_latency(row.work, coefficients)
+    return jnp.log(jnp.stack([latency.token_s, latency.first_token_s]))
+
+
+def _row_load(
+    deviations: Float[Array, " parameters"], row: _Rows, sizes: tuple[int, ...]
+) -> Float[Array, "2"]:
+    coefficients = _make_coefficients(deviations, row, sizes)
+    latency = find_loop_latency(row.work, coefficients)
+    return jnp.stack([latency.num_running, latency.mean_token_s])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _log_latencies(
+    deviations: Array, rows: _Rows, sizes: tuple[int, ...]
+) -> Float[Array, "servers 2"]:
+    return jax.vmap(lambda row: _row_logs(deviations, row, sizes))(rows)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _log_jacobian(
+    deviations: Array, rows: _Rows, sizes: tuple[int, ...]
+) -> Float[Array, "servers 2 parameters"]:
+    slope = jax.jacfwd(_row_logs)
+    return jax.vmap(lambda row: slope(deviations, row, sizes))(rows)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _load(
+    deviations: Array, rows: _Rows, sizes: tuple[int, ...]
+) -> Float[Array, "servers 2"]:
+    return jax.vmap(lambda row: _row_load(deviations, row, sizes))(rows)

@@ -1,0 +1,99 @@
+"""Power of a server: idle, and shares that memory and products add.
+
+A device draws a share of its board power: a constant, plus the used share of its memory
+bandwidth, plus the used share of its peak of products. The shares used follow from the
+counts of the server and a predicted time per token, so the configuration alone gives
+watts, and joules per token.
+
+Source: You et al. 2023, Zeus, NSDI, section 2 (power of a GPU by load).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy import optimize
+
+from scaling.calibration.closed_loops.measured_servers import MeasuredServer
+from scaling.calibration.closed_loops.pooled_fit import LoopPrediction
+from scaling.calibration.closed_loops.row_costs import count_server
+
+POWER_NOISE = 0.1
+"""Relative error of a row above which its weight in the fit falls."""
+_REWEIGHTINGS = 8
+
+
+class PowerShares(NamedTuple):
+    """Coefficients of a device's power, as shares of its board power."""
+
+    idle: float
+    """Power of a device that waits for memory and products all the time."""
+    memory: float
+    """Power that a full memory bandwidth adds."""
+    products: float
+    """Power that the peak of products adds."""
+
+
+def fit_power(servers: Sequence[MeasuredServer], load: LoopPrediction) -> PowerShares:
+    """Fits the shares to measured watts, by relative error, with heavy tails.
+
+    Args:
+      servers: servers with watts, on devices whose board power is known.
+      load: predicted time per token, and requests that run.
+    """
+    shares = [
+        (x.watts or np.nan) / x.num_devices / x.device.board_watts for x in servers
+    ]
+    design = find_used_shares(servers, load) / np.array(shares)[:, None]
+    weight = np.ones(len(servers))
+    values = np.zeros(design.shape[1])
+    for _ in range(_REWEIGHTINGS):
+        values, _ = optimize.nnls(design * weight[:, None], weight)
+        weight = 1 / np.hypot(1.0, (design @ values - 1) / POWER_NOISE)
+    return PowerShares(*map(float, values))
+
+
+def predict_watts(
+    servers: Sequence[MeasuredServer],
+    load: LoopPrediction,
+    shares: PowerShares,
+) -> Float[np.ndarray, " servers"]:
+    """Returns the power of all devices in W, at most their board power.
+
+    Args:
+      servers: the servers; the power is NaN if the board power is unknown.
+      load: predicted time per token, and requests that run.
+      shares: the coefficients.
+    """
+    board = [x.num_devices * (x.device.board_watts or np.nan) for x in servers]
+    used = find_used_shares(servers, load) @ np.array(shares)
+    return np.array(board) * np.minimum(used, 1.0)
+
+
+def find_used_shares(
+    servers: Sequence[MeasuredServer], load: LoopPrediction
+) -> Float[np.ndarray, "servers 3"]:
+    """Returns 1, and the used shares of memory bandwidth and peak of products.
+
+    Args:
+      servers: the servers.
+      load: predicted time per token, and requests that run.
+    """
+    rows = []
+    numbers = zip(servers, load.mean_token_s, load.num_running, strict=True)
+    for server, seconds, decodes in numbers:
+        work = count_server(server)
+        counts = work.counts
+        context = server.prompt_tokens + server.answer_tokens / 2
+        met = 1 - (1 - float(counts.expert_share)) ** decodes
+        kv_bytes = float(counts.kv_bytes * work.num_layers * work.kv_copies)
+        num_bytes = float(counts.weight_bytes + counts.expert_bytes * met)
+        num_bytes += decodes * (context + 2 * float(work.state_tokens)) * kv_bytes
+        tokens = decodes * (1 + server.prompt_tokens / server.answer_tokens)
+        flops = tokens * float(counts.flops_per_token + work.expert_flops)
+        flops += decodes * float(counts.flops_per_logit)
+        bandwidth = num_bytes / seconds / float(counts.bytes_per_s)
+        products = flops / seconds / float(counts.flops_per_s)
+        rows.append((1.0, bandwidth, products))
+    return np.array(rows)

@@ -1,0 +1,400 @@
+"""Fits and predictions of public tables of servers, with signed errors by group."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxkv.plotting import BLUE, GREEN, RED, Panels, colors, set_labels
+from jaxkv.progress import QUIET, Progress
+from jaxkv.report import (
+    Floats,
+    Ints,
+    ReportPart,
+    ResultRecord,
+    ResultTable,
+    Study,
+    Texts,
+    column,
+    computed_column,
+    format_percent,
+)
+from jaxkv.validation import ConfigRecord
+from scaling.calibration import (
+    ENERGY_DISCREPANCY,
+    INTERVAL_HALF,
+    LOOP_LATENCIES,
+    POWER_DISCREPANCY,
+    LoopCalibration,
+    MeasuredServer,
+    ServerPrediction,
+    ServerTable,
+    calibrate_loops,
+    digest_split,
+    find_implausible_servers,
+    predict_servers,
+    read_measured_servers,
+    split_servers,
+)
+from scaling.cli.calibrate.study import DATA_VARIABLE
+
+PUBLIC_TABLES = ("aic_servers.csv", "mlenergy_servers.csv")
+"""Files of public rows in the folder servers2026 of `DATA_VARIABLE`."""
+TIME_PER_TOKEN, FIRST_TOKEN_TIME = LOOP_LATENCIES
+WATTS = "power"
+TOKEN_ENERGY = "energy per token"
+QUANTITIES = {TIME_PER_TOKEN: "s", FIRST_TOKEN_TIME: "s", WATTS: "W", TOKEN_ENERGY: "J"}
+"""Predicted numbers of a server, with their units."""
+
+
+class ServerTablesConfig(ConfigRecord):
+    """Tables of measured servers, and what the fits leave out."""
+
+    tables: tuple[str, ...] = ()
+    """CSV of servers that are fitted; empty for those of the folder servers2026 in the
+    folder that the environment variable JAXKV_DATA names."""
+    predict: tuple[str, ...] = ()
+    """CSV of servers that are predicted by the fit to all rows of `tables`."""
+    leave_out: tuple[Literal["none", "model", "developer"], ...] = ("none",)
+    """Rows that a fit leaves out and predicts: none, all of a model (checkpoints of one
+    shape are one), or all of a developer."""
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        super().__post_init__()
+        if not self.leave_out or len({*self.leave_out}) < len(self.leave_out):
+            raise ValueError(
+                f"leave_out={self.leave_out!r} must be one or more of none, model, "
+                "developer"
+            )
+
+
+class PredictedServers(ResultTable):
+    """Predicted numbers of servers, up to four for each row of a table."""
+
+    left_out: Texts = column("model or developer; none: fitted; table: another table")
+    fold: Texts = column("name of what the fit left out; the file of another table")
+    server: Texts = column("name of the row")
+    model: Texts = column("shape of the checkpoint")
+    kind: Texts = column("dense or mixture")
+    device: Texts = column("accelerator")
+    engine: Texts = column("inference engine")
+    weight_format: Texts = column("format of the weights", heading="weights")
+    num_devices: Ints = column("devices", heading="devices")
+    concurrency: Floats = column("requests in the system", form="{:,.0f}")
+    prompt_tokens: Floats = column("length of the prompts", form="{:,.0f}")
+    answer_tokens: Floats = column("length of the answers", form="{:,.0f}")
+    num_running: Floats = column("requests that fit into memory", form="{:,.0f}")
+    quantity: Texts = column("a key of `QUANTITIES`")
+    measured: Floats = column("as measured; NaN if it was not", form="{:.4g}")
+    low: Floats = column("5 % quantile", heading="5 %", form="{:.4g}")
+    predicted: Floats = column("median", form="{:.4g}")
+    high: Floats = column("95 % quantile", heading="95 %", form="{:.4g}")
+
+    @property
+    @computed_column(heading="error", form=format_percent)
+    def error(self) -> np.ndarray:
+        """Relative error of the median; NaN without a measured value."""
+        return self.predicted / self.measured - 1
+
+    @property
+    @computed_column(heading="in 90 %")
+    def is_in_90(self) -> np.ndarray:
+        """True if the 90 % interval contains the measured value."""
+        return (self.low <= self.measured) & (self.measured <= self.high)
+
+
+class GroupErrors(ResultTable):
+    """Signed errors of the predictions of a group, worst first."""
+
+    quantity: Texts = column("a key of `QUANTITIES`")
+    group: Texts = column("model, device or engine")
+    kind: Texts = column("dense, mixture, or both")
+    num_rows: Ints = column("rows with a measured value", heading="rows")
+    median: Floats = column("of the error's size", heading="median", form="{:.1%}")
+    bias: Floats = column("median signed error", heading="signed", form="{:+.1%}")
+    worst: Floats = column("largest error", heading="worst", form="{:+.0%}")
+    covered: Floats = column("in 90 % intervals", heading="in 90 %", form="{:.0%}")
+
+
+class Refusals(ResultTable):
+    """Rows that are not read or not fitted, by reason."""
+
+    table: Texts = column("file")
+    reason: Texts = column("reason")
+    num_rows: Ints = column("rows", heading="rows")
+    first: Texts = column("name of the first")
+
+
+class PooledEffects(ResultTable):
+    """Factors of engines, devices and statistics on coefficients."""
+
+    fit: Texts = column("dense or mixture")
+    kind: Texts = column("kind of group")
+    group: Texts = column("name of the group; all for a shared coefficient")
+    coefficient: Texts = column("coefficient")
+    value: Floats = column("factor, or shared value", form="{:.3g}")
+
+
+class ServerTablesResult(ResultRecord):
+    """Predictions of the rows of tables."""
+
+    predictions: PredictedServers = column("predicted numbers", is_shown=False)
+    refusals: Refusals = column("rows that were not read or not fitted")
+    effects: PooledEffects = column("coefficients of the fit to all rows")
+    split: str = column("digest of the split of the fitted rows")
+    num_fitted: int = column("fitted rows")
+
+    def group_errors(self, left_out: str, by: str) -> GroupErrors:
+        """Returns errors by a column of `PredictedServers`, worst median first."""
+        rows = []
+        table = self.predictions.where(left_out=left_out)
+        table = table.at(np.isfinite(table.measured))
+        for quantity in QUANTITIES:
+            for group in table.where(quantity=quantity).distinct(by):
+                part = table.where(quantity=quantity, **{by: group})
+                kinds = part.distinct("kind")
+                kind = kinds[0] if len(kinds) == 1 else "both"
+                error = part.error
+                size = np.abs(error)
+                median = (float(np.median(size)), float(np.median(error)))
+                worst = float(error[np.argmax(size)])
+                covered = float(part.is_in_90.mean())
+                rows.append((quantity, group, kind, len(part), *median, worst, covered))
+        order = {quantity: i for i, quantity in enumerate(QUANTITIES)}
+        rows.sort(key=lambda row: (order[row[0]], -row[4]))
+        return GroupErrors.of(rows)
+
+
+class _Tables(NamedTuple):
+    servers: list[MeasuredServer]
+    refusals: list[tuple[str, str, int, str]]
+
+
+def predict_server_tables(
+    config: ServerTablesConfig, progress: Progress = QUIET
+) -> ServerTablesResult:
+    """Fits the rows of tables, and predicts those left out and those of other tables.
+
+    Raises:
+      ValueError: a table cannot be read, or has no row that can be fitted.
+    """
+    tables = _read_tables(find_public_tables(config.tables))
+    fitted = tables.servers
+    refusals = tables.refusals
+    rows: list[tuple[object, ...]] = []
+    effects: list[tuple[object, ...]] = []
+    folds = [
+        (kind, fold)
+        for kind in config.leave_out
+        if kind != "none"
+        for fold in split_servers(fitted, kind)
+    ]
+    for kind, fold in progress.track(folds, "left out", "fits"):
+        if not fold.fitted:
+            raise ValueError(f"leave_out={kind!r} needs rows of more than one {kind}")
+        mixtures = [x.model.experts is not None for x in fold.held_out]
+        calibration = calibrate_loops(
+            fold.fitted, has_dense=not all(mixtures), has_mixtures=any(mixtures)
+        )
+        rows += server_rows(fold.held_out, calibration, kind, fold.name)
+    if "none" in config.leave_out or config.predict:
+        calibration = calibrate_loops(fitted)
+        effects = [*_effect_rows(calibration)]
+        if "none" in config.leave_out:
+            rows += server_rows(fitted, calibration, "none", "")
+        for path in config.predict:
+            table = read_measured_servers(path)
+            refusals += _refusal_rows(path, table)
+            rows += server_rows(table.servers, calibration, "table", path)
+    return ServerTablesResult(
+        predictions=PredictedServers.of(rows),
+        refusals=Refusals.of(refusals),
+        effects=PooledEffects.of(effects),
+        split=digest_split(fitted),
+        num_fitted=len(fitted),
+    )
+
+
+def find_public_tables(names: Sequence[str]) -> tuple[Path, ...]:
+    """Returns the paths of tables, by default of the public ones in `DATA_VARIABLE`.
+
+    Raises:
+      ValueError: there is no name, and the environment variable is not set.
+    """
+    if names:
+        return tuple(map(Path, names))
+    if not (folder := os.environ.get(DATA_VARIABLE)):
+        raise ValueError(f"tables=() needs {DATA_VARIABLE}, which has servers2026")
+    return tuple(Path(folder) / "servers2026" / name for name in PUBLIC_TABLES)
+
+
+def server_rows(
+    servers: Sequence[MeasuredServer],
+    calibration: LoopCalibration,
+    left_out: str,
+    fold: str,
+) -> Iterator[tuple[object, ...]]:
+    """Yields the rows of `PredictedServers` for servers."""
+    predicted: ServerPrediction = predict_servers(servers, calibration)
+    latencies = (predicted.low_s, predicted.median_s, predicted.high_s)
+    watts = _interval(predicted.watts, POWER_DISCREPANCY)
+    joules = _interval(predicted.token_joules, ENERGY_DISCREPANCY)
+    for i, server in enumerate(servers):
+        place = (
+            *(left_out, fold, server.name, server.model.name),
+            "dense" if server.model.experts is None else "mixture",
+            *(server.device.name, server.engine, server.weight_format),
+            *(server.num_devices, server.concurrency, server.prompt_tokens),
+            *(server.answer_tokens, predicted.num_running[i]),
+        )
+        numbers = (
+            (TIME_PER_TOKEN, server.token_s, *(x[i, 0] for x in latencies)),
+            (FIRST_TOKEN_TIME, server.first_token_s, *(x[i, 1] for x in latencies)),
+            (WATTS, server.watts, *(x[i] for x in watts)),
+            (TOKEN_ENERGY, server.token_joules, *(x[i] for x in joules)),
+        )
+        for name, measured, *quantiles in numbers:
+            if server.is_median_step and name == FIRST_TOKEN_TIME:
+                continue  # the prompts' lengths are not in the table
+            if np.isfinite(quantiles).all():
+                yield *place, name, np.nan if measured is None else measured, *quantiles
+
+
+def _interval(median: np.ndarray, spread: float) -> tuple[np.ndarray, ...]:
+    factor = np.exp(INTERVAL_HALF * spread)
+    return median / factor, median, median * factor
+
+
+def _read_tables(paths: Sequence[Path]) -> _Tables:
+    servers = []
+    refusals = []
+    for path in paths:
+        table = read_measured_servers(path)
+        implausible = find_implausible_servers(table.servers)
+        dropped = {*map(id, implausible)}
+        measured = [x for x in table.servers if x.token_s is not None]
+        servers += [x for x in measured if id(x) not in dropped]
+        refusals += _refusal_rows(path, table)
+        if implausible:
+            reason = "implies more than a server's share of the peak of products"
+            first = implausible[0].name
+            refusals.append((path.name, reason, len(implausible), first))
+    if not servers:
+        raise ValueError(f"{paths[0]}: no row has a time per token that can be fitted")
+    return _Tables(servers, refusals)
+
+
+def _refusal_rows(
+    path: str | Path, table: ServerTable
+) -> Iterator[tuple[str, str, int, str]]:
+    for reason, number, first in table.refusal_counts():
+        yield Path(path).name, reason, number, first
+
+
+def _effect_rows(calibration: LoopCalibration) -> Iterator[tuple[object, ...]]:
+    if calibration.power is not None:
+        for name, value in calibration.power._asdict().items():
+            yield "power", "shared", "all", name, value
+    fits = {"dense": calibration.dense, "mixture": calibration.mixture}
+    for name, fit in fits.items():
+        if fit is None:
+            continue
+        for coefficient, value in fit.coefficients().items():
+            yield name, "shared", "all", coefficient, value
+        for kind, group, coefficient, value in fit.effects():
+            yield name, kind, group, coefficient, value
+
+
+def plot(axes: np.ndarray, result: ServerTablesResult) -> None:
+    """Draws the signed errors of each model, by latency."""
+    kind = result.predictions.distinct("left_out")[0]
+    shown = result.predictions.where(left_out=kind)
+    for ax, quantity in zip(axes, QUANTITIES, strict=False):
+        table = result.group_errors(kind, "model").where(quantity=quantity)
+        names = table.group.tolist()
+        look = {"dense": BLUE, "mixture": RED, "both": GREEN}
+        for i, name in enumerate(names):
+            part = shown.where(quantity=quantity, model=name)
+            error = part.error[np.isfinite(part.error)]
+            color = colors()[look[str(table.kind[i])]]
+            low, middle, high = 100 * np.quantile(error, [0.05, 0.5, 0.95])
+            ax.hlines(-i, low, high, color=color, linewidth=1.5)
+            ax.plot(middle, -i, "o", color=color, markersize=4)
+        ax.axvline(0.0, linewidth=0.5)
+        ax.set_yticks([-i for i in range(len(names))], names)
+        title = f"{quantity}: error by model, worst first"
+        set_labels(ax, title, "error of the median [%], and 90 % of rows", "")
+
+
+def metrics(result: ServerTablesResult) -> dict[str, object]:
+    """Returns errors by group, refusals and the digest of the split."""
+    errors = [
+        {"left_out": kind, "by": by, **row}
+        for kind in result.predictions.distinct("left_out")
+        for by in ("model", "device", "engine", "kind")
+        for row in result.group_errors(kind, by).rows()
+    ]
+    return {
+        "errors": errors,
+        "refusals": result.refusals.rows(),
+        "effects": result.effects.rows(),
+        "split": result.split,
+        "num_fitted": result.num_fitted,
+    }
+
+
+_TITLES = {
+    "none": "fitted rows",
+    "model": "model left out",
+    "developer": "developer left out",
+    "table": "rows of another table",
+}
+
+
+def summary(result: ServerTablesResult) -> list[ReportPart]:
+    """Returns errors by model, device, engine and kind, and the refused rows."""
+    parts: list[ReportPart] = []
+    for kind in result.predictions.distinct("left_out"):
+        for by in ("model", "device", "engine", "kind"):
+            errors = result.group_errors(kind, by)
+            if len(errors):
+                parts.append(errors.sheet(f"{_TITLES[kind]}: errors by {by}"))
+    if len(result.refusals):
+        parts.append(result.refusals.sheet("rows that are not used"))
+    if len(result.effects):
+        effects = result.effects
+        shown = effects.at(effects.kind != "shared")
+        parts.append(shown.sheet("effects: factors on coefficients"))
+    return parts
+
+
+def files(result: ServerTablesResult) -> dict[str, str]:
+    """Returns the predictions of all rows as JSON."""
+    rows = result.predictions.rows()
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, float) and not np.isfinite(value):
+                row[name] = None
+    return {"prediction.json": json.dumps(rows, indent=1, default=_to_number)}
+
+
+def _to_number(value: np.generic) -> object:
+    return value.item()
+
+
+SERVER_TABLES = Study(
+    configs={"servers": ServerTablesConfig()},
+    result=ServerTablesResult,
+    run=predict_server_tables,
+    plot=plot,
+    metrics=metrics,
+    summary=summary,
+    panels=Panels(1, 2, 4.5),
+    files=files,
+)
+"""Fits and predictions of tables of servers, as a run folder."""
+TABLES_QUESTION = "How far are predictions of public servers off that no fit has seen?"
