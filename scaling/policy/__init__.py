@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         PolicyInfo,
         PolicyState,
         policy_step,
-        pretrain,
         reward_rollout,
         run_policy,
         start_policy,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         pass_at_k,
         policy_loss,
     )
+    from scaling.policy.pretraining import pretrain
     from scaling.policy.rollouts import Rollout, roll_out
     from scaling.policy.tasks import TASKS, Answers, Prompts, Task, find_task
 

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxkv import score, validation
-from jaxkv.models import ModelConfig, Params, init_params, logits
+from jaxkv.models import ModelConfig, Params, logits
 from jaxkv.validation import (
     ConfigRecord,
     NonNegativeFloat,
@@ -31,12 +31,10 @@ from scaling.policy.tasks import (
     END,
     NUM_CHARACTERS,
     PROMPT_TOKENS,
-    TASKS,
     Answers,
     Prompts,
     Task,
     find_task,
-    reward,
 )
 from scaling.training import OptimizerConfig, TrainState, make_optimizer
 
@@ -54,8 +52,6 @@ SMALL_POLICY = ModelConfig(
 """A model of 0.1M parameters that learns the tasks in minutes."""
 
 OPTIMIZER = OptimizerConfig(kind="adamw", weight_decay=0.0)
-SKILLED_SHARE = 0.8
-"""Part of pretraining in which all demonstrations are right."""
 
 
 class PolicyConfig(ConfigRecord):
@@ -72,7 +68,7 @@ class PolicyConfig(ConfigRecord):
     updates_per_rollout: PositiveInt = 1
     """Updates on each rollout. The first is on-policy; later ones are off-policy, with
     importance weights."""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: PositiveFloat = 7e-4
     """Learning rate of AdamW."""
     temperature: PositiveFloat = 1.0
     """Temperature of the draws. The loss has the log-probabilities of temperature 1, so
@@ -84,6 +80,12 @@ class PolicyConfig(ConfigRecord):
     mismatch: NonNegativeFloat = 0.0
     """Standard deviation of a relative error that every parameter of the sampler has:
     what a sampler in other numerics does to training."""
+    logprob_noise: NonNegativeFloat = 0.0
+    """Standard deviation of an error of the log-probabilities that the sampler reports;
+    its draws do not have it."""
+    ratio_to: Literal["sampler", "trainer"] = "sampler"
+    """Policy in the denominator of the ratio: the sampler, by its log-probabilities, or
+    the trainer before the first update, as if both agreed."""
 
 
 class PolicyState(NamedTuple):
@@ -142,25 +144,44 @@ def start_policy(params: Params, seed: int | Int32[Array, ""]) -> PolicyState:
 
 @validation.checks_numbers()
 def run_policy(
-    state: PolicyState, config: PolicyConfig, num_updates: int
+    state: PolicyState,
+    config: PolicyConfig,
+    num_updates: int,
+    *,
+    task: Task | None = None,
 ) -> tuple[PolicyState, PolicyInfo]:
-    """Runs updates as one scan; the infos are stacked. `num_updates` is static."""
+    """Runs `num_updates` rollouts, each with its updates, as one scan.
+
+    Args:
+      state: state before the first rollout.
+      config: settings, static.
+      num_updates: number of rollouts, static.
+      task: task in place of the config's, static.
+
+    Returns:
+      The last state, and the measurements, stacked.
+    """
 
     def body(state: PolicyState, _: None) -> tuple[PolicyState, PolicyInfo]:
-        return policy_step(state, config)
+        return policy_step(state, config, task=task)
 
     return lax.scan(body, state, None, length=num_updates)
 
 
 def policy_step(
-    state: PolicyState, config: PolicyConfig
+    state: PolicyState, config: PolicyConfig, *, task: Task | None = None
 ) -> tuple[PolicyState, PolicyInfo]:
     """Samples answers to new prompts, rewards them, and updates the policy.
+
+    Args:
+      state: state before the rollout.
+      config: settings, static.
+      task: task in place of the config's, static.
 
     Returns:
       The new state, and the measurements.
     """
-    task = find_task(config.task)
+    task = task or find_task(config.task)
     params = state.policy.params
     key = jax.random.fold_in(jax.random.key(state.seed), state.policy.step)
     draw_key, sample_key, noise_key = jax.random.split(key, 3)
@@ -174,16 +195,23 @@ def policy_step(
         temperature=config.temperature,
         numerics=config.numerics,
     )
+    if config.logprob_noise:
+        noise = jax.random.normal(noise_key, rollout.logprobs.shape, jnp.float32)
+        noise = jnp.where(rollout.mask, config.logprob_noise * noise, 0)
+        rollout = rollout._replace(logprobs=rollout.logprobs + noise)
     rewards = reward_rollout(task, rollout).reshape(config.num_prompts, -1)
     advantages = losses.group_advantages(
         rewards, divides_by_deviation=config.objective.divides_by_deviation
     )
     trainer = trainer_logprobs(params, rollout, config)
-    reference = trainer
-    if config.objective.kl_weight:
-        reference = trainer_logprobs(state.reference, rollout, config)
+    reference = trainer_logprobs(state.reference, rollout, config)
+    old = rollout.logprobs if config.ratio_to == "sampler" else trainer
     update = functools.partial(
-        _update, rollout, reference, advantages.reshape(-1), config=config
+        _update,
+        rollout._replace(logprobs=old),
+        reference,
+        advantages.reshape(-1),
+        config=config,
     )
     policy = state.policy
     for _ in range(config.updates_per_rollout):
@@ -232,12 +260,13 @@ def _update(
 
     grads, loss = jax.grad(loss_of, has_aux=True)(policy.params)
     norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
-    return _apply(policy, grads, config.learning_rate), loss, norm
+    return apply_gradient(policy, grads, config.learning_rate), loss, norm
 
 
-def _apply(
+def apply_gradient(
     policy: TrainState, grads: Params, learning_rate: float | Array
 ) -> TrainState:
+    """Returns the state after one update by a gradient."""
     update = make_optimizer(OPTIMIZER).update
     updates, moments = update(grads, policy.moments, policy.params)
     params = jax.tree.map(lambda p, u: p + learning_rate * u, policy.params, updates)
@@ -251,11 +280,11 @@ def trainer_logprobs(
     if config.numerics == "reproducible":
         values = score(params, rollout.tokens, rollout.length, config=config.model)
     else:
-        values = _ordinary_logprobs(params, rollout.tokens, config.model)
+        values = ordinary_logprobs(params, rollout.tokens, config.model)
     return jnp.where(rollout.mask, values, 0)
 
 
-def _ordinary_logprobs(
+def ordinary_logprobs(
     params: Params, tokens: Int32[Array, "answers tokens"], model: ModelConfig
 ) -> TokenValues:
     """Returns the log-probability of each token by one pass over whole sequences."""
@@ -273,7 +302,7 @@ def reward_rollout(task: Task, rollout: Rollout) -> Float[Array, " answers"]:
     inside = place < rollout.length[:, None]
     answers = Answers(jnp.where(inside, tokens, END), rollout.length - begin)
     prompts = Prompts(rollout.tokens[:, :PROMPT_TOKENS], begin)
-    return reward(task, prompts, answers)
+    return task.reward(prompts, answers)
 
 
 def _sampler(params: Params, key: Array, mismatch: float) -> Params:
@@ -287,83 +316,3 @@ def _sampler(params: Params, key: Array, mismatch: float) -> Params:
         for leaf, k in zip(leaves, keys, strict=True)
     ]
     return jax.tree.unflatten(tree, noisy)
-
-
-@validation.checks_numbers(seed=0, skill="(0, 1]")
-def pretrain(
-    seed: int,
-    num_steps: int,
-    *,
-    model: ModelConfig = SMALL_POLICY,
-    batch_size: int = 128,
-    skill: float = 0.2,
-    learning_rate: float = 3e-3,
-) -> tuple[Params, Float[Array, ""]]:
-    """Pretrains a policy on demonstrations of all tasks.
-
-    At first all of them are right; from `SKILLED_SHARE` of the steps on, few are, for a
-    policy that leaves room for improvement.
-
-    Args:
-      seed: seed of parameters and demonstrations.
-      num_steps: steps, of `batch_size` demonstrations each.
-      model: the policy.
-      batch_size: demonstrations of a step, at least one for each task.
-      skill: probability that a demonstration of the rest has a right answer; else it
-        is the answer to another prompt.
-      learning_rate: learning rate of AdamW, which falls linearly to 0.
-
-    Returns:
-      The parameters, and the mean loss of the last step in nats per token.
-    """
-    validation.integer("batch_size", batch_size, low=len(TASKS))
-    key = jax.random.key(seed)
-    params = init_params(model, jax.random.fold_in(key, 0))
-    state = TrainState(params, make_optimizer(OPTIMIZER).init(params), jnp.int32(0))
-
-    def loss_of(params: Params, batch: Rollout) -> Array:
-        values = _ordinary_logprobs(params, batch.tokens, model)
-        return -losses.mean_of_tokens(values, batch.mask)
-
-    def step(index: Array, carry: tuple[TrainState, Array]) -> tuple[TrainState, Array]:
-        state, _ = carry
-        share = index.astype(jnp.float32) / num_steps
-        chance = jnp.where(share < SKILLED_SHARE, 1.0, skill)
-        batch = demonstrations(jax.random.fold_in(key, 1 + index), batch_size, chance)
-        loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
-        return _apply(state, grads, learning_rate * (1 - share)), loss
-
-    state, loss = lax.fori_loop(0, num_steps, step, (state, jnp.float32(0)))
-    return state.params, loss
-
-
-def demonstrations(key: Array, num: int, skill: float | Float[Array, ""]) -> Rollout:
-    """Draws prompts of all tasks with answers, right with probability `skill`."""
-    parts = []
-    each = num // len(TASKS)
-    for index, task in enumerate(TASKS.values()):
-        first, second = jax.random.split(jax.random.fold_in(key, index))
-        prompts = task.draw(first, each)
-        answers = task.solve(prompts)
-        is_right = jax.random.uniform(second, (each,)) < skill
-        tokens, length = (
-            jnp.where(is_right.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.roll(x, 1, 0))
-            for x in answers
-        )
-        parts.append(_join(prompts, Answers(tokens, length)))
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-
-
-def _join(prompts: Prompts, answers: Answers) -> Rollout:
-    """Appends answers to prompts; log-probabilities are 0."""
-    place = jnp.arange(LENGTH, dtype=jnp.int32)[None, :]
-    after = place - prompts.length[:, None]
-    wide = jnp.pad(
-        prompts.tokens, ((0, 0), (0, LENGTH - PROMPT_TOKENS)), constant_values=END
-    )
-    index = jnp.clip(after, 0, ANSWER_TOKENS - 1)
-    answer = jnp.take_along_axis(answers.tokens, index, axis=1)
-    tokens = jnp.where(after >= 0, answer, wide)
-    length = prompts.length + answers.length
-    blank = jnp.zeros(tokens.shape, jnp.float32)
-    return Rollout(tokens, prompts.length, length, blank)

@@ -77,7 +77,7 @@ def policy_loss(
       logprobs: log-probabilities of the answers' tokens under the current policy, of
         which the loss is differentiated.
       sampled: those under the policy that sampled the answers.
-      reference: those under the reference policy; unused if `kl_weight` is 0.
+      reference: those under the reference policy.
       advantages: advantage of each answer.
       mask: True for tokens of the answers.
       objective: the objective.

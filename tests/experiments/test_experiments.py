@@ -237,6 +237,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_q_heads": 3}, "must be a multiple of"),
         ({"repeats": 0}, "repeats=0 must be at least 1"),
     ],
+    "grpo": [
+        ({"tasks": ()}, "tasks=() must be 1 or more of"),
+        ({"mismatches": ("luck",)}, "mismatches=('luck',) must be of"),
+        ({"num_seeds": 1}, "num_seeds=1 must be at least 2"),
+        ({"num_rollouts": 15}, "num_rollouts=15 must be a multiple of num_call=10"),
+        ({"num_compared": 300}, "num_compared=300 must be at most num_rollouts=200"),
+    ],
     "known_entropy": [
         ({"widths": (6,)}, "must be multiples of 4"),
         ({"lengths": (2**30,)}, "must be at least the longest"),

@@ -440,7 +440,7 @@ def make_costly_arguments() -> dict[str, dict[str, Any]]:
             "seed": 0,
             "num_steps": 1,
             "batch_size": 4,
-            "skill": 0.5,
+            "error_rate": 0.5,
             "learning_rate": 1e-3,
         },
         "policy.roll_out": {

@@ -22,11 +22,13 @@ from scaling.policy import (
     PolicyObjective,
     Prompts,
     group_advantages,
+    loop,
     losses,
     pass_at_k,
     policy_loss,
     policy_step,
     pretrain,
+    pretraining,
     roll_out,
     rollouts,
     run_policy,
@@ -83,11 +85,11 @@ def test_rewards_equal_those_of_plain_python(name: str) -> None:
     right = [right_answer(name, text) for text in texts(prompts)]
     assert len({*texts(prompts)}) > 5
     solved = task.solve(prompts)
-    assert tasks.reward(task, prompts, solved).all()
-    assert tasks.reward(task, prompts, answer(*right)).all()
+    assert task.reward(prompts, solved).all()
+    assert task.reward(prompts, answer(*right)).all()
     wrong = [text[:-1] + ("d" if text.endswith("c") else "c") for text in right]
-    assert not tasks.reward(task, prompts, answer(*wrong)).any()
-    assert not tasks.reward(task, prompts, answer(*right, ends=False)).any()
+    assert not task.reward(prompts, answer(*wrong)).any()
+    assert not task.reward(prompts, answer(*right, ends=False)).any()
 
 
 def test_a_character_outside_of_the_alphabet_is_refused() -> None:
@@ -248,17 +250,39 @@ def test_seeds_in_one_program_are_single_runs() -> None:
 
 
 @pytest.mark.thorough
-def test_a_mismatch_is_measured() -> None:
-    noisy = dataclasses.replace(CONFIG, mismatch=0.05)
-    _, info = jax.jit(functools.partial(policy_step, config=noisy))(
+@pytest.mark.parametrize(
+    ("error", "policy"),
+    [("mismatch", "sampler"), ("logprob_noise", "sampler"), ("mismatch", "trainer")],
+)
+def test_a_mismatch_is_measured(error: str, policy: str) -> None:
+    """Ratios to a sampler with errors are clipped, those to the trainer are 1."""
+    objective = PolicyObjective(clip_low=1e-3, clip_high=1e-3)
+    config = dataclasses.replace(
+        CONFIG, objective=objective, ratio_to=policy, **{error: 0.05}
+    )
+    _, info = jax.jit(functools.partial(policy_step, config=config))(
         start_policy(params(), 0)
     )
     assert int(info.num_different) > 0.9 * int(info.num_tokens)
     assert float(info.k3) > 0
+    assert (float(info.clipped) > 0) == (policy == "sampler")
+
+
+def test_demonstrations_have_errors_at_the_rate() -> None:
+    right = pretraining.demonstrations(jax.random.key(2), 64, 0.0)
+    wrong = pretraining.demonstrations(jax.random.key(2), 64, 0.3)
+    for index, task in enumerate(TASKS.values()):
+        rows = slice(16 * index, 16 * (index + 1))
+        one = jax.tree.map(lambda x, rows=rows: x[rows], right)
+        assert loop.reward_rollout(task, one).all()
+    assert (right.length == wrong.length).all()
+    share = np.mean((right.tokens != wrong.tokens)[right.mask])
+    assert 0.2 < share < 0.4
+    assert (right.tokens == wrong.tokens)[~right.mask].all()
 
 
 @pytest.mark.thorough
 def test_pretraining_lowers_the_loss() -> None:
-    _, first = pretrain(0, 1, model=MODEL, batch_size=32)
-    _, last = pretrain(0, 200, model=MODEL, batch_size=32)
+    _, first = pretrain(0, 1, model=MODEL, batch_size=32, error_rate=0.0)
+    _, last = pretrain(0, 200, model=MODEL, batch_size=32, error_rate=0.0)
     assert float(last) < 0.8 * float(first)

@@ -1,0 +1,3 @@
+"""Policy optimisation with equal and unequal sampler and trainer."""
+
+__all__ = []
