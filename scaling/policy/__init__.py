@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         PolicyConfig,
         PolicyInfo,
         PolicyState,
+        ordinary_logprobs,
         policy_step,
         reward_rollout,
         run_policy,

@@ -289,7 +289,8 @@ def ordinary_logprobs(
 ) -> TokenValues:
     """Returns the log-probability of each token by one pass over whole sequences."""
     outputs = logits(params, tokens[:, :-1], config=model)
-    values = jax.nn.log_softmax(outputs, axis=-1)
+    dtype = jnp.promote_types(outputs.dtype, jnp.float32)
+    values = jax.nn.log_softmax(outputs.astype(dtype), axis=-1)
     picked = jnp.take_along_axis(values, tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.pad(picked, ((0, 0), (1, 0)))
 

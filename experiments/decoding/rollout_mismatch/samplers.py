@@ -1,6 +1,5 @@
 """Log-probabilities of sampled answers by engines and by trainers."""
 
-import functools
 import time
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -8,17 +7,16 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Float32
 
 import jaxkv
 from experiments.decoding.rollout_mismatch.schedules import (
     ReportedLogprobs,
     reported_logprobs,
 )
-from jaxkv import models
-from jaxkv.models import LoadedModel, ModelConfig, Params
+from jaxkv.models import LoadedModel
 from jaxkv.sampling import Sampling
-from scaling.policy import k1, k3
+from scaling.policy import k1, k3, ordinary_logprobs
 
 LENGTH = 192
 """Largest number of tokens of a prompt and its answer."""
@@ -129,17 +127,6 @@ def make_sampler(folder: str, sampler: Sampler, max_slots: int) -> jaxkv.Engine:
     )
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def ordinary_logprobs(
-    params: Params, tokens: Array, config: ModelConfig
-) -> Float[Array, "sequences length"]:
-    """Returns log-probabilities by the forward pass of training, 0 at the first."""
-    logits = models.logits(params, tokens, config=config)[:, :-1]
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    logprobs = jnp.take_along_axis(logprobs, tokens[:, 1:, None], 2)[..., 0]
-    return jnp.pad(logprobs, ((0, 0), (1, 0)))
-
-
 def score_reported(
     model: LoadedModel, reported: ReportedLogprobs, trainer: Trainer = "score"
 ) -> Float32[np.ndarray, "sequences length"]:
@@ -150,5 +137,6 @@ def score_reported(
         )
     else:
         tokens = jnp.asarray(reported.tokens)
-        scores = ordinary_logprobs(model.params, tokens, model.config)
+        run = jax.jit(ordinary_logprobs, static_argnames="model")
+        scores = run(model.params, tokens, model=model.config)
     return np.asarray(scores, np.float32)
