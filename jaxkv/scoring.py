@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens, with the bits that an engine reports.
 
 An engine with `numerics="reproducible"` computes every row in a tile of `ROW_TILE` rows
-by a program that does not depend on the other rows. `score` runs the same program over
-the tokens of whole sequences, so a trainer and its engine agree in every bit about the
-log-probability of a token.
+by a program that does not depend on the other rows. `score` runs the same products and
+sums over the tokens of whole sequences, several tiles in a pass, so a trainer and its
+engine agree in every bit about the log-probability of a token.
 
 The tiles of a sequence depend on each other through its K and V. Reversing them is
 slow, so the derivative is that of the ordinary forward pass, `models.logits`, which
@@ -21,14 +21,16 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from jaxkv import arrays, models, validation
-from jaxkv.engine import ROW_TILE, EngineConfig
+from jaxkv.engine import EngineConfig
 from jaxkv.memory import Pages, Rows
 from jaxkv.models import (
+    ROW_TILE,
     ModelConfig,
     PagedForward,
     Params,
     is_stacked,
     make_model_pages,
+    merge,
     param_axes,
 )
 from jaxkv.parallel import (
@@ -47,6 +49,9 @@ from jaxkv.sampling import (
 
 PAGE_SIZE = 64
 """Tokens of a page, those that attention gathers and sums together."""
+
+MAX_TILES = 16
+"""Tiles of rows that go through the layers together: a pass."""
 
 
 class _Options(NamedTuple):
@@ -152,7 +157,7 @@ def _by_tiles(
     dtype = params["embed"]["weight"].dtype
     pages = make_model_pages(options.config, bounds, dtype=dtype)
     end = jnp.cumsum(lengths, dtype=jnp.int32)
-    packed = _pack(tokens, lengths, end)
+    packed = _pack(tokens, lengths, end, options.config)
     run = functools.partial(_run_tiles, options)
     if (mesh := options.mesh) is not None:
         axes = param_axes(options.config, stacked=is_stacked(params))
@@ -212,14 +217,16 @@ def _pack(
     tokens: Int32[Array, "sequences length"],
     lengths: Int32[Array, " sequences"],
     end: Int32[Array, " sequences"],
+    config: ModelConfig,
 ) -> _Packing:
     """Packs the tokens in order of sequences and positions, so that they share tiles.
 
-    There are at least two tiles: the slice of a single one does not change from trip to
-    trip, so XLA would compile another program of it, with other rounding.
+    There are at least two passes: the slice of a single one does not change from trip
+    to trip, so XLA would compile another program of it, with other rounding.
     """
     num, length = tokens.shape
-    num_rows = max(2, -(-num * length // ROW_TILE)) * ROW_TILE
+    size = _pass_size(config, num * length)
+    num_rows = max(2, -(-num * length // size)) * size
     row = np.arange(num_rows, dtype=np.int32)
     slot = jnp.searchsorted(end, row, side="right").astype(jnp.int32)
     slot = jnp.where(row < end[-1], slot, -1)
@@ -245,30 +252,45 @@ def _run_tiles(
 ) -> Float[Array, " rows"]:
     """Returns the log-probability of each row's next token."""
     forward = PagedForward(options.config, "reproducible")
-    every = jnp.arange(ROW_TILE, dtype=jnp.int32)
+    model = merge(options.config, params)
+    size = _pass_size(options.config, packed.token.shape[0])
+
+    def score_tile(tile: tuple[Array, Array]) -> Array:
+        hidden, target = tile
+        return _logprobs_of(options, model.logits(hidden), target)
 
     def one(index: Array, carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
         logprobs, pages = carry
-        start = index * ROW_TILE
-        tile = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, start, ROW_TILE), packed
-        )
+        start = index * size
+        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), packed)
         rows = Rows(
-            token=tile.token,
-            position=tile.position,
-            slot=tile.slot,
+            token=part.token,
+            position=part.position,
+            slot=part.slot,
             page_ids=page_ids,
-            logit_rows=jnp.where(tile.slot >= 0, every, -1),
+            logit_rows=part.slot,
         )
-        result = forward(params, pages, rows)
-        new = _logprobs_of(options, result.logits, tile.target)
+        states = forward.states(model, pages, rows)
+        hidden = states.last.reshape(-1, size // ROW_TILE, ROW_TILE).swapaxes(0, 1)
+        new = lax.map(score_tile, (hidden, part.target.reshape(-1, ROW_TILE)))
         return (
-            lax.dynamic_update_slice_in_dim(logprobs, new, start, axis=0),
-            result.pages,
+            lax.dynamic_update_slice_in_dim(logprobs, new.reshape(-1), start, axis=0),
+            states.carry,
         )
 
     dtype = np.promote_types(pages.dtype, np.float32)
     blank = jnp.zeros(packed.token.shape, dtype)
     # Two trips at least, since XLA inlines a loop of one.
-    num_tiles = jnp.maximum(2, (num_rows + ROW_TILE - 1) // ROW_TILE)
-    return lax.fori_loop(0, num_tiles, one, (blank, pages))[0]
+    num_passes = jnp.maximum(2, (num_rows + size - 1) // size)
+    return lax.fori_loop(0, num_passes, one, (blank, pages))[0]
+
+
+def _pass_size(config: ModelConfig, num_rows: int) -> int:
+    """Returns the number of rows that go through the layers together.
+
+    It is one tile where layers multiply rows outside of `Orientation.map_tiles`: those
+    with latent attention or experts.
+    """
+    if config.latent is not None or config.experts is not None:
+        return ROW_TILE
+    return min(MAX_TILES, -(-num_rows // (2 * ROW_TILE))) * ROW_TILE

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         ALL_KINDS,
         CANCELLED,
         FINISH_REASONS,
-        ROW_TILE,
         EngineConfig,
         EngineFields,
         EngineState,

@@ -20,10 +20,10 @@ from jaxtyping import Array, Float, Int32, PyTree
 from jaxkv import arrays
 from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine.drafting import Drafts, Tree
-from jaxkv.engine.state import ROW_TILE, EngineConfig, EngineState
+from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import Pages, Rows
-from jaxkv.models import Forward
+from jaxkv.models import ROW_TILE, Forward
 
 type Logits = Float[Array, "logit_rows vocab"]
 type DraftLogits = Float[Array, "slots drafts vocab"] | None

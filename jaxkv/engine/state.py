@@ -30,9 +30,6 @@ from jaxkv.memory import (
 from jaxkv.sampling import Beams, Params, greedy_params, make_beams
 from jaxkv.scheduling import RequestAttributes
 
-ROW_TILE = 64
-"""Rows of each forward pass under `numerics="reproducible"`."""
-
 FINISH_REASONS = (None, "stop", "length", "cancelled", "nan")
 """Finish reasons, indexed by `Sequences.reason`."""
 NOT_ENDED, STOPPED, LENGTH_REACHED, CANCELLED, NOT_A_NUMBER = range(5)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxkv.models.interface import EndTokens, Forward, ForwardResult, Params, attend
     from jaxkv.models.layers import (
         FEW_ROWS,
+        ROW_TILE,
         Activations,
         Function,
         Linear,

@@ -30,6 +30,10 @@ type Table = Float[Array, "entries hidden"]
 type Function = Callable[[Activations, int], Activations]
 """A function of activations and the axis of the features."""
 
+ROW_TILE = 32
+"""Rows of each product under `numerics="reproducible"`. On a CPU 16 make a step of one
+sequence 1.5 times as fast, and `jaxkv.score` slower."""
+
 MIN_CAST_ROWS = 96
 """Number of rows from which on CPUs multiply faster with the rows first."""
 
@@ -112,6 +116,27 @@ class Orientation:
         """Multiplies every row by a weight; `dtype` None means the operands' dtype."""
         pair = (x, weight.T) if self.axis == -1 else (weight, x)
         return jnp.matmul(*pair, preferred_element_type=dtype, precision=precision)
+
+    def map_tiles(
+        self, function: Callable[..., Activations], *row_arrays: Activations
+    ) -> Activations:
+        """Applies a function of rows and the orientation.
+
+        Reproducible numerics apply it to tiles of `ROW_TILE` rows, if the number of
+        rows is a multiple: products and sums of another number have other bits.
+        """
+        run = functools.partial(function, orientation=self)
+        num_rows = row_arrays[0].shape[-1]
+        if self.numerics == "fast" or num_rows == ROW_TILE or num_rows % ROW_TILE:
+            return run(*row_arrays)
+
+        def split(x: Array) -> Array:
+            tiles = x.reshape(*x.shape[:-1], num_rows // ROW_TILE, ROW_TILE)
+            return jnp.moveaxis(tiles, -2, 0)
+
+        tiles = jax.lax.map(lambda tile: run(*tile), tuple(map(split, row_arrays)))
+        tiles = jnp.moveaxis(tiles, 0, -2)
+        return tiles.reshape(*tiles.shape[:-2], num_rows)
 
     def product(self, linear: "Linear", x: Activations) -> Activations:
         """Multiplies every row by this device's part of a weight, without the bias."""
@@ -446,6 +471,7 @@ class Layer(nnx.Module):
         """Returns the projection of every row that attention takes."""
         c = self.config
         o = orientation
+        x = self.attention_norm(x, o.axis)
         if c.latent is not None:
             q, latent, key = o.expand(self._project_latent, x)
             q = o.split_heads(q, (-1, c.head_dim))
@@ -459,17 +485,24 @@ class Layer(nnx.Module):
 
     def __call__(self, index, x, angles, attend, carry, orientation):
         """Runs layer `index` on every row; `carry` is passed through `attend`."""
-        c = self.config
         o = orientation
-        projected = self._project(self.attention_norm(x, o.axis), o)
-        y, carry = attend(index, projected, angles, carry)
-        x = x + self.out(o.join_heads(y).astype(x.dtype), o)
-        normed = self.mlp_norm(x, o.axis)
-        if self.is_mixture:
-            y, routing = self.mixture(normed, o)
-            return x + y, carry, routing
-        hidden = o.expand(self.up, normed, functools.partial(nonlinear.activate, c))
-        return x + self.down(hidden, o), carry, None
+        y, carry = attend(index, o.map_tiles(self._project, x), angles, carry)
+        y = o.join_heads(y).astype(x.dtype)
+        if not self.is_mixture:
+            return o.map_tiles(self._add_mlp, x, y), carry, None
+        x = x + self.out(y, o)
+        y, routing = self.mixture(self.mlp_norm(x, o.axis), o)
+        return x + y, carry, routing
+
+    def _add_mlp(
+        self, x: Activations, y: Activations, orientation: Orientation
+    ) -> Activations:
+        """Adds the projected output of attention, then that of the MLP."""
+        o = orientation
+        x = x + self.out(y, o)
+        activate = functools.partial(nonlinear.activate, self.config)
+        hidden = o.expand(self.up, self.mlp_norm(x, o.axis), activate)
+        return x + self.down(hidden, o)
 
 
 def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:

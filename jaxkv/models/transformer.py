@@ -196,9 +196,12 @@ class Transformer(nnx.Module):
         run_result = self.run(
             x, positions, attend, carry, o, only=only, tapped=bool(taps)
         )
-        last = self.final_norm(run_result.last, o.axis)
+        last = o.map_tiles(self._normalize, run_result.last)
         states = [*run_result.taps, last] if taps else []
         return run_result._replace(last=last, taps=[states[tap] for tap in taps])
+
+    def _normalize(self, x: Activations, orientation: Orientation) -> Activations:
+        return self.final_norm(x, orientation.axis)
 
     def embedded(
         self,

@@ -130,12 +130,12 @@ def paged_attention(
     kv_heads = kv.k.shape[1]
     by_head = kv_heads, q_heads // kv_heads
     num_slots = view.page_ids.shape[0]
-    attend = reference.attend_per_slot
+    attend = reference.attend_per_run
     if numerics == "fast" and view.slots is None:
         few = max(1, 4 // max(num_slots, 1))
         few_queries = rows * by_head[1] <= reference.FEW_QUERIES * num_slots
         attend = functools.partial(
-            attend,
+            reference.attend_per_slot,
             block_size=min(reference.MAX_BLOCK_SIZE, few * reference.BLOCK_SIZE),
             one_by_one=devices.current_target().platform == "cpu"
             and q.dtype == jnp.float32

@@ -1,6 +1,6 @@
 """Reference attention over pages in plain JAX, also the implementation on CPUs.
 
-Both functions loop over blocks of `BLOCK_SIZE` positions with the online softmax, from
+All functions loop over blocks of `BLOCK_SIZE` positions with the online softmax, from
 the first to the last block that any row attends to. Other blocks change no bit of a
 row. Masked positions may hold any value, NaN included, and pages without a position
 that a row attends to are not read.
@@ -38,6 +38,12 @@ POSITION_TILE = 64
 MAX_TILE = 128
 """Rows of one slot that share a gather in `attend_per_tile`; `MAX_TILE` if slots have
 on average so many rows. Wide blocks are used with `MAX_TILE` only."""
+RUN_QUERIES = 8
+"""Queries of a KV head in each product of `attend_per_run`, at least."""
+RUN_BATCH = 8
+"""Runs that share a loop over blocks."""
+MAX_SINGLE_RUNS = 2
+"""Number of runs up to which each has its own loop."""
 
 
 def differentiable[T](attend: Callable[..., T], *trees: object) -> T:
@@ -104,16 +110,11 @@ def attend_per_slot(
 ]:
     """Attends with one gather of pages for each slot; slots have equally many rows.
 
-    If slots are given, every row gathers its own pages, which is batch-invariant. If
-    `one_by_one`, queries are multiplied one after another.
+    If `one_by_one`, queries are multiplied one after another.
 
     Returns the output and the log-sum-exp.
     """
     rows, kv_heads, group, head_dim = q.shape
-    if view.slots is not None:
-        slots = jnp.maximum(view.slots, 0)
-        context = None if view.context is None else view.context[slots]
-        view = view._replace(page_ids=view.page_ids[slots], context=context)
     num_slots = view.page_ids.shape[0]
     rows_per_slot = rows // num_slots
     if view.context is not None and rows_per_slot > 1:
@@ -319,6 +320,155 @@ def attend_per_tile(
         0, num_tiles, tile, empty, at_most=max_tiles, is_bounded=is_bounded
     )
     return out[:rows], lse[:rows]
+
+
+def attend_per_run(
+    q: Float[Array, "rows kv_heads group head_dim"],
+    memory: PagedKV,
+    view: RowView,
+    terms: ScoreTransform,
+    *,
+    is_bounded: bool = False,
+) -> tuple[
+    Float[Array, "rows kv_heads group value_width"], Float[Array, "rows kv_heads group"]
+]:
+    """Attends with one gather of pages for each run of rows of a slot; batch-invariant.
+
+    A run has so few rows that its queries of a KV head are `RUN_QUERIES`. Every product
+    is that of one run and one block of positions, whatever rows there are, so the bits
+    of a row do not depend on other rows. Rows and runs beyond the last cost no work.
+
+    Returns the output and the log-sum-exp.
+    """
+    rows, kv_heads, group, head_dim = q.shape
+    num_slots = view.page_ids.shape[0]
+    slots = view.slots
+    if slots is None:
+        slots = jnp.arange(rows, dtype=jnp.int32) // (rows // num_slots)
+    size = max(1, RUN_QUERIES // group)
+    num_places = view.page_ids.shape[1] * memory.k.shape[2]
+    starts, num_runs = _tiles(slots, size)
+    max_runs = min(rows, rows // size + num_slots)
+    slopes = terms.slopes
+    sinks = terms.sinks
+    # Queries of a KV head are on one axis: those of the first row, of the second, ...
+    slopes = None if slopes is None else jnp.tile(slopes, (1, size))[None, :, :, None]
+    sinks = None if sinks is None else jnp.tile(sinks, (1, size))[None]
+    dtype = page_blocks.product_dtype(q.dtype, memory)
+    wide = np.promote_types(q.dtype, np.float32)
+    lowest = jnp.asarray(jnp.finfo(wide).min, wide)
+
+    def attend(
+        num: int, index: Array, carry: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """Attends from runs `num * index` to `num * (index + 1)`."""
+        run = num * index + jnp.arange(num, dtype=jnp.int32)
+        first_row = starts[jnp.minimum(run, rows - 1)]
+        row = first_row[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+        slot = slots[first_row]
+        is_row = (row < rows) & (run < num_runs)[:, None]
+        row = jnp.minimum(row, rows - 1)
+        is_row &= slots[row] == slot[:, None]
+        slot = jnp.maximum(slot, 0)
+        row = row.reshape(-1)
+        run_view = RowView(
+            page_ids=view.page_ids[slot],
+            positions=jnp.where(is_row.reshape(-1), view.positions[row], -1),
+            context=None
+            if view.context is None
+            else jnp.repeat(view.context[slot], size),
+            ancestors=None if view.ancestors is None else view.ancestors[row],
+            window=view.window,
+        )
+        last = jnp.where(is_row.reshape(-1), _last_seen(run_view), -1)
+        first = jnp.where(last >= 0, _first_seen(run_view), num_places)
+        queries = q[row].astype(dtype).reshape(num, size, kv_heads, group, head_dim)
+        queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, head_dim)
+
+        def block(index: Array, state: SoftmaxState) -> SoftmaxState:
+            places = index * BLOCK_SIZE + jnp.arange(BLOCK_SIZE, dtype=jnp.int32)
+            mask = _visible(places, run_view).reshape(num, size, BLOCK_SIZE)
+            mask &= is_row[:, :, None]
+            used = jnp.any(mask, axis=1)
+            read = page_blocks.read_block(
+                memory, run_view.page_ids, index, used, dtype, clean_keys=is_bounded
+            )
+            scales = [_expand(x, 2) for x in (read.k_scales, read.v_scales)]
+            products = _at_once("shqd,shtd->shqt", queries, read.k, wide)
+            distance = places[None, :] - run_view.positions[:, None]
+            distance = distance.reshape(num, 1, size, BLOCK_SIZE)
+            scores = online_softmax.transform_scores(
+                products,
+                terms,
+                slopes=slopes,
+                distance=jnp.repeat(distance, group, axis=2),
+                k_scales=scales[0],
+            )
+            mask = jnp.repeat(mask, group, axis=1)[:, None]
+            scores = jnp.where(mask, scores, lowest)
+            top = jnp.maximum(state.top, scores.max(-1))
+            # Weights of a query before its first key are finite, and decay to 0.
+            weights = jnp.exp(scores - top[..., None])
+            decay = jnp.exp(state.top - top)
+            total = state.total * decay + _add_halves(weights)
+            if scales[1] is not None:  # of masked positions, they may be NaN
+                weights = jnp.where(mask, weights, 0)
+                weights = online_softmax.scale_weights(weights, scales[1])
+            weights = weights.astype(dtype)
+            out = _at_once("shqt,shtd->shqd", weights, read.v, wide)
+            return SoftmaxState(top, total, state.out * decay[..., None] + out)
+
+        shape = num, kv_heads, size * group
+        state = _loop(
+            jnp.min(first) // BLOCK_SIZE,
+            jnp.max(last) // BLOCK_SIZE + 1,
+            block,
+            online_softmax.init_softmax(shape, memory.output_width, q.dtype),
+            at_most=-(-num_places // BLOCK_SIZE),
+            is_bounded=is_bounded,
+        )
+        has_keys = state.top > lowest
+        state = state._replace(total=jnp.where(has_keys, state.total, 0))
+        results = online_softmax.normalize_softmax(state, sinks, q.dtype)
+        put = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
+        return (
+            put(carry[0], results[0], num * index),
+            put(carry[1], results[1], num * index),
+        )
+
+    room = -(-max_runs // RUN_BATCH) * RUN_BATCH
+    shape = room, kv_heads, size * group
+    results = (
+        jnp.zeros((*shape, memory.output_width), q.dtype),
+        jnp.full(shape, -jnp.inf, wide),
+    )
+    is_few = num_runs <= MAX_SINGLE_RUNS
+    for num, is_used in ((RUN_BATCH, ~is_few), (1, is_few)):
+        results = _loop(
+            0,
+            jnp.where(is_used, (num_runs + num - 1) // num, 0),
+            functools.partial(attend, num),
+            results,
+            at_most=-(-max_runs // num),
+            is_bounded=is_bounded,
+        )
+    # Run of each row, and place of the row in it.
+    row = jnp.arange(rows, dtype=jnp.int32)
+    is_start = jnp.arange(max_runs, dtype=jnp.int32) < num_runs
+    before = is_start[None, :] & (starts[None, :max_runs] <= row[:, None])
+    run = jnp.maximum(jnp.sum(before, axis=1, dtype=jnp.int32) - 1, 0)
+    place = jnp.clip(row - starts[run], 0, size - 1)
+    out, lse = (x.reshape(*x.shape[:2], size, group, *x.shape[3:]) for x in results)
+    out, lse = (x[run, :, place] for x in (out, lse))
+    is_row = (slots >= 0)[:, None, None]
+    return jnp.where(is_row[..., None], out, 0), jnp.where(is_row, lse, -jnp.inf)
+
+
+def _add_halves(x: Float[Array, "*lead places"]) -> Float[Array, "*lead"]:
+    """Sums the last axis, of a power of two, in an order that no shape changes."""
+    while x.shape[-1] > 1:
+        x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
+    return x[..., 0]
 
 
 def _at_once(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Array:

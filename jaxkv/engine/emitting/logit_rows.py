@@ -10,7 +10,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import validation
-from jaxkv.engine.state import ROW_TILE, EngineConfig, EngineState
+from jaxkv.engine.state import EngineConfig, EngineState
+from jaxkv.models import ROW_TILE
 from jaxkv.sampling import Params
 
 

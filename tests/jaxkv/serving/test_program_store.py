@@ -16,6 +16,7 @@ import pytest
 from jaxkv import arrays, scheduling, validation
 from jaxkv.engine import state as engine_state
 from jaxkv.memory import page_pool
+from jaxkv.models import layers
 from jaxkv.serving.compiling import program_store
 from tests.support.folders import ROOT
 
@@ -73,7 +74,7 @@ def test_other_arguments_are_other_programs(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("ROW_TILE", 32),
+        ("ROW_TILE", 64),
         ("settings", "highest"),
         ("sources", "another"),
         # Functions that are the project's own, in another's place.
@@ -94,7 +95,7 @@ def test_changed_constants_settings_and_sources_change_the_key(
     elif name.startswith("page_pool."):
         monkeypatch.setattr(f"jaxkv.memory.{name}", value)
     else:
-        monkeypatch.setattr(engine_state, name, value)
+        monkeypatch.setattr(layers, name, value)
     key = program_store._key(FIRST, {"num": 2}, ((MARKS,), {}))
     jax.config.update("jax_default_matmul_precision", before)
     assert key is not None

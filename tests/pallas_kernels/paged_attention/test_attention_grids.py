@@ -297,6 +297,39 @@ def test_features_without_effect_change_no_bit(numerics: Any) -> None:
     check(attend(*case, softcap=1e4, **ask), before, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("features", "group", "subsets"),
+    one_quick(
+        [
+            ({}, 2, [[12]]),
+            ({}, 1, [[0, 1, 2], range(5, 27), [29]]),
+            (ALL, 3, [[28], range(3, 16)]),
+            ({"window": 9}, 16, [[0, 29], range(20)]),
+        ]
+    ),
+)
+def test_no_bit_depends_on_other_rows(
+    features: dict[str, Any], group: int, subsets: list[Any]
+) -> None:
+    """Rows of 3 slots, and some of them: other runs, alone or in batches."""
+    case = make_case(
+        np.random.default_rng(13), [(0, 9), (100, 20), (3, 1)], group=group
+    )
+    ask = per_head(features, 2 * group)
+    state = attend(*case, numerics="reproducible", **ask)
+    check(state, oracle(case, **ask), 1e-5)
+    assert case.slots is not None
+    for subset in subsets:
+        rows = np.array(list(subset))
+        some = case._replace(
+            q=case.q[rows], positions=case.positions[rows], slots=case.slots[rows]
+        )
+        assert_same(
+            attend(*some, numerics="reproducible", **ask),
+            AttentionState(state.out[rows], state.lse[rows]),
+        )
+
+
 def test_a_tree_of_one_node_is_a_decode_row() -> None:
     lengths = [1, 5, 64, 100]
     case = make_case(
