@@ -14,8 +14,10 @@ if TYPE_CHECKING:
         FIRST_TOKEN_TIME,
         SERVER_TABLES,
         TIME_PER_TOKEN,
+        TOKEN_ENERGY,
         ServerTablesConfig,
         ServerTablesResult,
+        find_public_tables,
         predict_server_tables,
     )
     from scaling.cli.calibrate.study import (

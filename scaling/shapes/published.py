@@ -143,8 +143,20 @@ CONFIGS: dict[str, dict[str, object]] = {
         f"{_LLAMA_KEYS} moe_intermediate_size",
         {
             "qwen3-30b-a3b": (2048, 48, 32, 4, 6144, 151936, 40960, 768),
+            "qwen3-coder-30b-a3b": (2048, 48, 32, 4, 6144, 151936, 262144, 768),
             "qwen3-235b-a22b": (4096, 94, 64, 4, 12288, 151936, 40960, 1536),
         },
+    ),
+    # Qwen Team 2025, the checkpoint's config.json.
+    **_rows(
+        {
+            "model_type": "qwen3_moe",
+            "head_dim": 128,
+            "num_experts": 160,
+            "num_experts_per_tok": 8,
+        },
+        f"{_LLAMA_KEYS} moe_intermediate_size",
+        {"qwen3-coder-480b-a35b": (6144, 62, 96, 8, 8192, 151936, 262144, 2560)},
     ),
     # MiniMax 2025, the checkpoint's config.json: the arithmetic of Qwen3's mixtures.
     **_rows(
@@ -253,7 +265,7 @@ CONFIGS: dict[str, dict[str, object]] = {
         "q_lora_rank num_nextn_predict_layers",
         {
             name: (7168, 61, 128, 18432, 129280, 163840, 256, 3, 1536, 1)
-            for name in ("deepseek-v3", "deepseek-v3.1", "deepseek-r1")
+            for name in ("deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "deepseek-r1")
         }
         # Kimi Team 2025, arXiv:2507.20534, table 2; the checkpoints' config.json.
         | {
@@ -283,6 +295,48 @@ CONFIGS: dict[str, dict[str, object]] = {
         "max_position_embeddings": 202752,
     },
 }
+
+
+def _gated_delta_models() -> dict[str, dict[str, object]]:
+    """Returns the fields of models with the gated delta rule in 3 of 4 layers.
+
+    Qwen Team 2025 (Qwen3-Next) and 2026 (Qwen3.5), the checkpoints' config.json; of
+    models with images the text part.
+    """
+    rows = """
+    name               v      h    L  n  m i     e   k  j    js   nv positions
+    qwen3-next-80b-a3b 151936 2048 48 16 2 5120  512 10 512  512  32 262144
+    qwen3.5-27b        248320 5120 64 24 4 17408 0   0  0    0    48 262144
+    qwen3.5-35b-a3b    248320 2048 40 16 2 512   256 8  512  512  32 262144
+    qwen3.5-122b-a10b  248320 3072 48 32 2 1024  256 8  1024 1024 64 262144
+    qwen3.5-397b-a17b  248320 4096 60 32 2 1024  512 10 1024 1024 64 262144
+    """
+    shapes: dict[str, dict[str, object]] = {}
+    for name, *sizes in map(str.split, rows.strip().split("\n")[1:]):
+        v, h, layers, n, m, i, e, k, j, js, nv, positions = map(int, sizes)
+        experts = {"num_experts": e, "top_k": k, "size": j, "shared_size": js}
+        shapes[name] = {
+            "vocab_size": v,
+            "hidden_size": h,
+            "num_layers": layers,
+            "num_q_heads": n,
+            "num_kv_heads": m,
+            "head_dim": 256,
+            "qk_norm": True,
+            "out_gate": True,
+            "recurrent": {
+                "num_key_heads": 16,
+                "num_value_heads": nv,
+                "key_dim": 128,
+                "value_dim": 128,
+            },
+            "recurrent_layers": (True, True, True, False) * (layers // 4),
+            "mlp_size": i,
+            "experts": {**experts, "shared_gate": True} if e else None,
+            "max_positions": positions,
+        }
+    return shapes
+
 
 SHAPES: dict[str, dict[str, object]] = {
     # OpenAI 2025, arXiv:2508.10925, table 1; the checkpoints' config.json.
@@ -332,34 +386,35 @@ SHAPES: dict[str, dict[str, object]] = {
             ("llama-4-maverick-17b-128e", 128, 2, 1048576),
         )
     },
-    # Qwen Team 2026, the checkpoint's config.json, text only: three of four layers have
-    # the gated delta rule in place of attention.
-    "qwen3.5-397b-a17b": {
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "num_layers": 60,
-        "num_q_heads": 32,
-        "num_kv_heads": 2,
-        "head_dim": 256,
-        "qk_norm": True,
-        "out_gate": True,
-        "recurrent": {
-            "num_key_heads": 16,
-            "num_value_heads": 64,
-            "key_dim": 128,
-            "value_dim": 128,
-        },
-        "recurrent_layers": (True, True, True, False) * 15,
-        "mlp_size": 1024,
-        "experts": {
-            "num_experts": 512,
-            "top_k": 10,
-            "size": 1024,
-            "shared_size": 1024,
-            "shared_gate": True,
-        },
-        "max_positions": 262144,
+    # Zhipu AI 2025, arXiv:2508.06471, table 1; the checkpoints' config.json.
+    **{
+        name: {
+            "vocab_size": 151552,
+            "hidden_size": hidden_size,
+            "num_layers": num_layers,
+            "num_q_heads": 96,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "qkv_bias": True,
+            "qk_norm": hidden_size == 5120,
+            "mlp_size": mlp_size,
+            "experts": {
+                "num_experts": num_experts,
+                "top_k": 8,
+                "size": width,
+                "shared_size": width,
+                "gate_bias": True,
+            },
+            "mixture_layers": tuple(x >= num_dense for x in range(num_layers)),
+            "max_positions": 131072,
+        }
+        for name, hidden_size, num_layers, num_dense, mlp_size, num_experts, width in (
+            ("glm-4.5-air", 4096, 46, 1, 10944, 128, 1408),
+            ("glm-4.5", 5120, 92, 3, 12288, 160, 1536),
+            ("glm-4.6", 5120, 92, 3, 12288, 160, 1536),
+        )
     },
+    **_gated_delta_models(),
 }
 """Fields of published models of families that `huggingface` does not read."""
 

@@ -39,7 +39,9 @@ NODE_DEVICES = 8
 CHAT_PROMPT_TOKENS = 200
 """Mean prompt of ML.ENERGY's tasks, which its rows lack: chats of LM Arena."""
 
-_FORMAT_SUFFIX = re.compile(r"-(fp8|nvfp4|fp4|mxfp4|int4)$", re.IGNORECASE)
+_FORMAT_SUFFIX = re.compile(
+    r"-(fp8|nvfp4|fp4|mxfp4|int4|awq)(-dynamic|-block|-v\d+)?$", re.IGNORECASE
+)
 _WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     "": "bf16",
     "bf16": "bf16",

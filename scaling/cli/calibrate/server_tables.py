@@ -373,13 +373,14 @@ def summary(result: ServerTablesResult) -> list[ReportPart]:
 
 
 def files(result: ServerTablesResult) -> dict[str, str]:
-    """Returns the predictions of all rows as JSON."""
-    rows = result.predictions.rows()
+    """Returns the predictions of other tables as JSON, if there are any."""
+    rows = result.predictions.where(left_out="table").rows()
     for row in rows:
         for name, value in row.items():
             if isinstance(value, float) and not np.isfinite(value):
                 row[name] = None
-    return {"prediction.json": json.dumps(rows, indent=1, default=_to_number)}
+    text = json.dumps(rows, indent=1, default=_to_number)
+    return {"prediction.json": text} if rows else {}
 
 
 def _to_number(value: np.generic) -> object:

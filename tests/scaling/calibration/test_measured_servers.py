@@ -95,6 +95,9 @@ def test_a_product_of_degrees_is_one_node(tmp_path: Path) -> None:
 def test_formats_of_weights(tmp_path: Path) -> None:
     name = "nvidia/Qwen3-32B-NVFP4"
     assert read_one(tmp_path, model_path=name, precision="fp4").weight_format == "fp4"
+    version = "nvidia/DeepSeek-R1-0528-FP4-v2"
+    model = read_one(tmp_path, model_path=version, precision="fp4").model
+    assert model.name == "deepseek-r1"
     oss = read_one(tmp_path, model_path="openai/gpt-oss-120b", precision="fp4")
     assert oss.weight_format == "mxfp4"
 

@@ -1,0 +1,1 @@
+"""Fits of servers' coefficients to measured load stages, and left-out predictions."""
