@@ -63,6 +63,8 @@ class ServerCase(NamedTuple):
     """Name by which the model was fitted; None if it was not."""
     doubts: tuple[str, ...] = ()
     """Doubts about the rows of a trace."""
+    usd_per_hour: float | None = None
+    """Price of one device."""
     log: RequestLog | None = None
     """Measured times of the requests, with `--compare`."""
     session: Int[np.ndarray, " requests"] | None = None
@@ -138,6 +140,7 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
         num_slots=loads.num_slots,
         fitted_model=_find_fitted(model, posterior),
         doubts=loads.doubts,
+        usd_per_hour=options.usd_per_hour,
         log=log,
         session=loads.session,
     )

@@ -102,6 +102,8 @@ class SimulateOptions(ConfigRecord):
     """Table of load stages to predict, in place of MODEL."""
     coefficients: Annotated[Path | None, describe_default("published")] = None
     """File of jaxkv calibrate."""
+    usd_per_hour: Annotated[float | None, describe_default("none")] = None
+    """Price of one device, for dollars per answer and per million tokens."""
     measure_next: bool = False
     """Name the loads whose measurement would narrow the intervals most."""
     draws: Annotated[int | None, describe_default("32, or all")] = None
@@ -130,6 +132,7 @@ class SimulateOptions(ConfigRecord):
         name = "gpu_memory_utilization"
         refuse_outside(self, name, "in (0, 1]", above_0, 1.0)
         refuse_outside(self, "rate", "above 0 requests per second", above_0)
+        refuse_outside(self, "usd_per_hour", "above 0 USD per hour", above_0)
         refuse_outside(self, "duration", "above 0 seconds", above_0)
         refuse_outside(self, "warm_up", "at least 0 seconds", 0)
         for flag, text in (

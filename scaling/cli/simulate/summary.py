@@ -7,7 +7,7 @@ discrepancy of the model (`find_latency_factors`). Intervals are over draws and 
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxkv.workloads import SustainedRate, goodput
 from scaling.calibration import (
@@ -132,8 +132,27 @@ class RunSummary:
             "objective_probability": self.probability(case.objectives),
             "overloaded_share": float(self.overloaded.mean()),
             "memory": self._memory(),
+            "usd": self._dollars(finished, tokens),
             "sessions": self._sessions(),
             "outside_fitted": {name: x._asdict() for name, x in self.outside.items()},
+        }
+
+    def _dollars(
+        self, finished: Int[np.ndarray, " draws"], tokens: Int[np.ndarray, " draws"]
+    ) -> dict[str, Any] | None:
+        """Returns the price of the window, by answers and by their tokens."""
+        price = self._case.usd_per_hour
+        if price is None:
+            return None
+        hours = self.run.load.window_s / 3600
+        spent = price * self._case.setup.tensor_parallel * hours
+        values = {
+            "per_answer": spent / np.maximum(finished, 1),
+            "per_million_tokens": 1e6 * spent / np.maximum(tokens, 1),
+        }
+        return {
+            **{name: _middle(x) for name, x in values.items()},
+            "interval": {name: _interval(x) for name, x in values.items()},
         }
 
     def _sessions(self) -> dict[str, Any] | None:

@@ -65,6 +65,12 @@ def run_sheets(document: dict[str, Any]) -> list[Sheet]:
         if memory[f"{name}_share"] is not None:
             share = format_estimate(memory, f"{name}_share", 100)
             pairs.append((f"blocks in use, {name} [%]", share))
+    if (usd := document["usd"]) is not None:
+        million = format_estimate(usd, "per_million_tokens", 1.0)
+        pairs += [
+            ("thousand answers [USD]", format_estimate(usd, "per_answer", 1e3)),
+            ("million tokens of answers [USD]", million),
+        ]
     sheets = [latencies, Sheet("Throughput and memory", ("", ""), pairs)]
     if (sessions := document["sessions"]) is not None:
         duration = sessions["duration_s"]

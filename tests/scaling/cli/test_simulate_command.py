@@ -165,7 +165,12 @@ def test_requests_are_compared_with_a_log(
 
 
 def test_the_document_of_a_load(queue: Command) -> None:
-    report = document(queue, "--rate", "8", "--objective", "ttft=0.5,e2e_mean=0.275")
+    more = ("--objective", "ttft=0.5,e2e_mean=0.275", "--usd-per-hour", "3")
+    report = document(queue, "--rate", "8", *more)
+    # Two devices at 3 dollars an hour.
+    usd = 6 / 3600 / report["requests_per_s"]
+    assert report["usd"]["per_answer"] == pytest.approx(usd)
+    assert report["usd"]["per_million_tokens"] == pytest.approx(1e6 * usd / 11)
     assert report["model"] == "mixtral-8x7b"
     assert (report["window_s"], report["warm_up_s"]) == (25.0, 8.0)
     assert report["num_requests"] > 150
