@@ -34,7 +34,8 @@ def main(args: list[str]) -> CommandOutput:
         CalibrationConfig(runs=runs),
         args[1:] if runs else args,
         "jaxkv calibrate RUNS",
-        "RUNS is a CSV of load stages of servers, as their clients measured them.",
+        "RUNS is a CSV of load stages of servers, as their clients measured them. "
+        "Tables of AIConfigurator or ML.ENERGY have their own options: TABLE --help.",
         "a new one under runs/; FILE.json writes only the coefficients there",
     )
     file = out if out is not None and out.suffix == ".json" else None

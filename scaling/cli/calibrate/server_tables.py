@@ -326,8 +326,10 @@ def plot(axes: np.ndarray, result: ServerTablesResult) -> None:
             ax.plot(middle, -i, "o", color=color, markersize=4)
         ax.axvline(0.0, linewidth=0.5)
         ax.set_yticks([-i for i in range(len(names))], names)
-        title = f"{quantity}: error by model, worst first"
-        set_labels(ax, title, "error of the median [%], and 90 % of rows", "")
+        set_labels(ax, f"{quantity}, worst first", "error, 5 to 95 % of rows [%]", "")
+        for name in dict.fromkeys(table.kind.tolist()):
+            ax.plot([], [], "o", color=colors()[look[name]], label=name)
+        ax.legend()
 
 
 def metrics(result: ServerTablesResult) -> dict[str, object]:
