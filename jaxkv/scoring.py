@@ -94,7 +94,7 @@ def score(
       params: parameters of the model, as an engine takes them.
       tokens: prompt and answer of each sequence, with arbitrary padding.
       lengths: number of tokens of each sequence, in [0, length]; None means all.
-        Padding costs no time in the forward pass.
+        Passes that have only padding cost no time in the forward pass.
       config: architecture of the model, static.
       sampling: None for log-probabilities under the model's own logits. Otherwise those
         with which an engine draws each token after temperature, top-k, top-p and min-p:
@@ -157,7 +157,7 @@ def _by_tiles(
     dtype = params["embed"]["weight"].dtype
     pages = make_model_pages(options.config, bounds, dtype=dtype)
     end = jnp.cumsum(lengths, dtype=jnp.int32)
-    packed = _pack(tokens, lengths, end, options.config)
+    packed = _pack(tokens, lengths, end, options)
     run = functools.partial(_run_tiles, options)
     if (mesh := options.mesh) is not None:
         axes = param_axes(options.config, stacked=is_stacked(params))
@@ -217,7 +217,7 @@ def _pack(
     tokens: Int32[Array, "sequences length"],
     lengths: Int32[Array, " sequences"],
     end: Int32[Array, " sequences"],
-    config: ModelConfig,
+    options: _Options,
 ) -> _Packing:
     """Packs the tokens in order of sequences and positions, so that they share tiles.
 
@@ -225,7 +225,7 @@ def _pack(
     to trip, so XLA would compile another program of it, with other rounding.
     """
     num, length = tokens.shape
-    size = _pass_size(config, num * length)
+    size = _pass_size(options, num * length)
     num_rows = max(2, -(-num * length // size)) * size
     row = np.arange(num_rows, dtype=np.int32)
     slot = jnp.searchsorted(end, row, side="right").astype(jnp.int32)
@@ -253,7 +253,7 @@ def _run_tiles(
     """Returns the log-probability of each row's next token."""
     forward = PagedForward(options.config, "reproducible")
     model = merge(options.config, params)
-    size = _pass_size(options.config, packed.token.shape[0])
+    size = _pass_size(options, packed.token.shape[0])
 
     def score_tile(tile: tuple[Array, Array]) -> Array:
         hidden, target = tile
@@ -285,12 +285,15 @@ def _run_tiles(
     return lax.fori_loop(0, num_passes, one, (blank, pages))[0]
 
 
-def _pass_size(config: ModelConfig, num_rows: int) -> int:
+def _pass_size(options: _Options, num_rows: int) -> int:
     """Returns the number of rows that go through the layers together.
 
-    It is one tile where layers multiply rows outside of `Orientation.map_tiles`: those
-    with latent attention or experts.
+    It is one tile where layers multiply rows outside of `Orientation.map_tiles`, with
+    latent attention or experts; and on several devices, where bfloat16 has other bits.
     """
+    config = options.config
     if config.latent is not None or config.experts is not None:
+        return ROW_TILE
+    if options.mesh is not None:
         return ROW_TILE
     return min(MAX_TILES, -(-num_rows // (2 * ROW_TILE))) * ROW_TILE
