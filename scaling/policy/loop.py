@@ -35,7 +35,6 @@ from scaling.policy.tasks import (
     Prompts,
     Task,
     find_task,
-    reward,
 )
 from scaling.training import OptimizerConfig, TrainState, make_optimizer
 
@@ -145,25 +144,44 @@ def start_policy(params: Params, seed: int | Int32[Array, ""]) -> PolicyState:
 
 @validation.checks_numbers()
 def run_policy(
-    state: PolicyState, config: PolicyConfig, num_updates: int
+    state: PolicyState,
+    config: PolicyConfig,
+    num_updates: int,
+    *,
+    task: Task | None = None,
 ) -> tuple[PolicyState, PolicyInfo]:
-    """Runs updates as one scan; the infos are stacked. `num_updates` is static."""
+    """Runs `num_updates` rollouts, each with its updates, as one scan.
+
+    Args:
+      state: state before the first rollout.
+      config: settings, static.
+      num_updates: number of rollouts, static.
+      task: task in place of the config's, static.
+
+    Returns:
+      The last state, and the measurements, stacked.
+    """
 
     def body(state: PolicyState, _: None) -> tuple[PolicyState, PolicyInfo]:
-        return policy_step(state, config)
+        return policy_step(state, config, task=task)
 
     return lax.scan(body, state, None, length=num_updates)
 
 
 def policy_step(
-    state: PolicyState, config: PolicyConfig
+    state: PolicyState, config: PolicyConfig, *, task: Task | None = None
 ) -> tuple[PolicyState, PolicyInfo]:
     """Samples answers to new prompts, rewards them, and updates the policy.
+
+    Args:
+      state: state before the rollout.
+      config: settings, static.
+      task: task in place of the config's, static.
 
     Returns:
       The new state, and the measurements.
     """
-    task = find_task(config.task)
+    task = task or find_task(config.task)
     params = state.policy.params
     key = jax.random.fold_in(jax.random.key(state.seed), state.policy.step)
     draw_key, sample_key, noise_key = jax.random.split(key, 3)
@@ -284,7 +302,7 @@ def reward_rollout(task: Task, rollout: Rollout) -> Float[Array, " answers"]:
     inside = place < rollout.length[:, None]
     answers = Answers(jnp.where(inside, tokens, END), rollout.length - begin)
     prompts = Prompts(rollout.tokens[:, :PROMPT_TOKENS], begin)
-    return reward(task, prompts, answers)
+    return task.reward(prompts, answers)
 
 
 def _sampler(params: Params, key: Array, mismatch: float) -> Params:

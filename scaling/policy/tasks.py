@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jaxkv import validation
 
@@ -54,17 +54,13 @@ class Task(NamedTuple):
     Attributes:
       draw: `draw(key, num)` draws prompts.
       solve: `solve(prompts)` returns one right answer to each.
-      is_right: `is_right(prompts, answers)` marks the right answers.
+      reward: `reward(prompts, answers)` is 1 for a right answer, and less for others;
+        row i of both belong together.
     """
 
     draw: Callable[[Array, int], Prompts]
     solve: Callable[[Prompts], Answers]
-    is_right: Callable[[Prompts, Answers], Bool[Array, " answers"]]
-
-
-def reward(task: Task, prompts: Prompts, answers: Answers) -> Float[Array, " answers"]:
-    """Returns 1 for right answers, 0 for others; row i of both belong together."""
-    return task.is_right(prompts, answers).astype(jnp.float32)
+    reward: Callable[[Prompts, Answers], Float[Array, " answers"]]
 
 
 def decode(tokens: Int[np.ndarray, " tokens"]) -> str:
@@ -89,10 +85,10 @@ def encode(text: str) -> list[int]:
 
 
 def _same(prompts: Prompts, answers: Answers, solve: Callable) -> Array:
-    """Marks the answers that equal the only right one."""
+    """Returns 1 for the answers that equal the only right one."""
     right = solve(prompts)
     same = jnp.all(answers.tokens == right.tokens, axis=1)
-    return same & (answers.length == right.length)
+    return (same & (answers.length == right.length)).astype(jnp.float32)
 
 
 def _answer(tokens: Array, length: Array) -> Answers:
@@ -166,7 +162,7 @@ def _counts(prompts: Prompts, answers: Answers) -> tuple[Array, Array]:
 
 
 def _is_in_language(prompts: Prompts, answers: Answers) -> Array:
-    """Marks answers of a and b that make a even and b a multiple of three."""
+    """Returns 1 for answers that make a even and b a multiple of three."""
     place = jnp.arange(ANSWER_TOKENS, dtype=jnp.int32)[None, :]
     inside = place < answers.length[:, None] - 1
     letter = answers.tokens
@@ -174,7 +170,8 @@ def _is_in_language(prompts: Prompts, answers: Answers) -> Array:
     ended = jnp.take_along_axis(letter, answers.length[:, None] - 1, axis=1)[:, 0]
     a, b = _counts(prompts, answers)
     fine = jnp.all(known | ~inside, axis=1) & (ended == END)
-    return fine & (answers.length > 0) & (a % 2 == 0) & (b % 3 == 0)
+    fine &= (answers.length > 0) & (a % 2 == 0) & (b % 3 == 0)
+    return fine.astype(jnp.float32)
 
 
 def _complete(prompts: Prompts) -> Answers:

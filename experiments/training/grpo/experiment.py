@@ -205,8 +205,8 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
         num_tries=group_size // 2,
         pretraining_loss=loss,
         pretraining_s=pretraining_s,
-        learned=_learned(tasks, group_size),
-        mismatched=_mismatched(mismatched),
+        learned=learned_table(tasks, group_size),
+        mismatched=mismatch_table(mismatched),
         check=check,
         rewards=_stack([info.reward for info in infos]),
         passes=_stack([_pass_curve(one, group_size) for one in tasks.values()]),
@@ -229,7 +229,8 @@ def _pass_curve(one: SeedRuns, group_size: int) -> np.ndarray:
     return pass_at_k(num_right, group_size, group_size // 2).mean(axis=-1)
 
 
-def _learned(tasks: dict[str, SeedRuns], group_size: int) -> LearnedTask:
+def learned_table(tasks: dict[str, SeedRuns], group_size: int) -> LearnedTask:
+    """Returns a row for each task and seed."""
     rows = []
     for name, one in tasks.items():
         info = one.info
@@ -257,7 +258,8 @@ def _learned(tasks: dict[str, SeedRuns], group_size: int) -> LearnedTask:
     return LearnedTask.of(rows)
 
 
-def _mismatched(mismatched: dict[str, SeedRuns]) -> MismatchRuns:
+def mismatch_table(mismatched: dict[str, SeedRuns]) -> MismatchRuns:
+    """Returns a row for each mismatch, with intervals of the change by seed."""
     rows = []
     for name, one in mismatched.items():
         info = one.info

@@ -85,11 +85,11 @@ def test_rewards_equal_those_of_plain_python(name: str) -> None:
     right = [right_answer(name, text) for text in texts(prompts)]
     assert len({*texts(prompts)}) > 5
     solved = task.solve(prompts)
-    assert tasks.reward(task, prompts, solved).all()
-    assert tasks.reward(task, prompts, answer(*right)).all()
+    assert task.reward(prompts, solved).all()
+    assert task.reward(prompts, answer(*right)).all()
     wrong = [text[:-1] + ("d" if text.endswith("c") else "c") for text in right]
-    assert not tasks.reward(task, prompts, answer(*wrong)).any()
-    assert not tasks.reward(task, prompts, answer(*right, ends=False)).any()
+    assert not task.reward(prompts, answer(*wrong)).any()
+    assert not task.reward(prompts, answer(*right, ends=False)).any()
 
 
 def test_a_character_outside_of_the_alphabet_is_refused() -> None:
