@@ -28,7 +28,11 @@ from tests.support.folders import ROOT
 DOCS = ROOT / "docs"
 QUICK = {"tutorials/scaling_law.md"}
 """Pages whose programs are quick; those of all other pages are thorough or slow."""
-SLOW = {"tutorials/kv_memory.md", "tutorials/snapshots.md"}
+SLOW = {
+    "tutorials/kv_memory.md",
+    "tutorials/reward.md",
+    "tutorials/snapshots.md",
+}
 """Pages whose programs are slow."""
 PACKAGES = {"jaxkv", "pallas_kernels", "scaling", "experiments"}
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))

@@ -311,6 +311,10 @@ def expected_numbers() -> dict[str, list[str]]:
     measured_loss = (loss["predicted"] - gain * loss["best_fitted_loss"]) / (1 - gain)
     span = [kernels[f"decode-b8-1k-32x8-{x}-float32"] for x in ("p16", "p64-uniform")]
     adapts, worst, eagle = measured("speculation_zoo", *SPECULATION)
+    rewards = [
+        [f"{task}: mean reward of the {part}" for task in ("copying", "brackets")]
+        for part in ("first", "last")
+    ]
     return {
         "fig. 2:": [written("{:.0f}", measured("memory_waste", *parts))],
         "fig. 12,": [written("{:.2f}", measured("latency_vs_rate", *oracle))],
@@ -349,6 +353,9 @@ def expected_numbers() -> dict[str, list[str]]:
         "mixtures against dense": [written("{:.2f}", measured("experts", SEVENTH))],
         "latent against": [written("{:+.3f}", measured("deepseek", LATENT))],
         "LSTM against": [written("{:.1f}", measured("rivals", "lstm, to equal loss"))],
+        "learn rewards from a program": [
+            written("{:.2f}", measured("grpo", *part)) for part in rewards
+        ],
         "decode at a context of 128": ranged("ratio", context=128),
         "decode at a context of 768": ranged("ratio", context=768),
         "decode at a context of 2,048": ranged("ratio", context=2048),
@@ -440,6 +447,7 @@ JUDGED = {
     "Chinchilla's loss": {"isoflop": "error of the predicted loss"},
     "mixtures against": {"experts": "a mixture needs"},
     "latent against": {"deepseek": ".*than multi-head attention"},
+    "learn rewards from a program": {"grpo": "copying|brackets|bytes"},
     "LSTM against": {"rivals": "lstm, to equal loss"},
 }
 WORDS = {"hold": "holds", "fail": "fails"}
