@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxkv.simulation.driver import pad_workload, part_size, simulate, stack
     from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
     from jaxkv.simulation.outcomes import read_outcomes
-    from jaxkv.simulation.results import SimulationResult
+    from jaxkv.simulation.results import SimulationResult, Totals
     from jaxkv.simulation.state import Capacity, Simulation
     from jaxkv.simulation.step import SimulationMember, simulate_workload
     from jaxkv.simulation.work import Cost, Work

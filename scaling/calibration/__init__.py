@@ -41,7 +41,10 @@ if TYPE_CHECKING:
         predict_loops,
     )
     from scaling.calibration.closed_loops.power import (
+        PUBLISHED_POWER,
         PowerShares,
+        RunEnergy,
+        find_run_energy,
         find_used_shares,
         fit_power,
         predict_watts,

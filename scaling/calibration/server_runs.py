@@ -27,6 +27,7 @@ from jaxkv.simulation import (
     Capacity,
     SimulationMember,
     SimulationResult,
+    Totals,
     pad_workload,
     simulate,
     stack,
@@ -70,6 +71,8 @@ class ServerRun(NamedTuple):
     used_share: Float[np.ndarray, " draws"]
     """Mean share of the blocks in use while the server works, cached prompts included;
     over the steps after the warm-up."""
+    totals: Totals
+    """Steps, their time and their tokens after the warm-up."""
     step_start_s: Float[np.ndarray, "draws steps"] | None
     """Start of each step in s; None without a trace."""
     step_used_share: Float[np.ndarray, "draws steps"] | None
@@ -276,6 +279,7 @@ def _read_run(
         first_s=first + late_s + f.first_token_s,
         finish_s=finish + late_s + f.stream_s,
         used_share=share(simulation.means.used_pages),
+        totals=jax.tree.map(lambda x: np.asarray(x)[place::step], simulation.totals),
         step_start_s=None if trace is None else trace.start_s[place::step],
         step_used_share=None if trace is None else share(trace.info.used_pages),
     )

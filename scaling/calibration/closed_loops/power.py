@@ -18,6 +18,9 @@ from scipy import optimize
 from scaling.calibration.closed_loops.measured_servers import MeasuredServer
 from scaling.calibration.closed_loops.pooled_fit import LoopPrediction
 from scaling.calibration.closed_loops.row_costs import count_server
+from scaling.calibration.server_cost import ServerCoefficients
+from scaling.calibration.server_runs import ServerRun
+from scaling.calibration.servers import ServerSetup
 
 POWER_NOISE = 0.1
 """Relative error of a row above which its weight in the fit falls."""
@@ -33,6 +36,57 @@ class PowerShares(NamedTuple):
     """Power that a full memory bandwidth adds."""
     products: float
     """Power that the peak of products adds."""
+
+
+PUBLISHED_POWER = PowerShares(idle=0.552, memory=0.181, products=1.419)
+"""Fit to the 308 rows of ML.ENERGY with watts and a known board power, by `jaxkv
+calibrate aic_servers.csv mlenergy_servers.csv`: vLLM servers on H100 and B200."""
+
+
+class RunEnergy(NamedTuple):
+    """Power and energy of a simulated run, for each draw."""
+
+    watts: Float[np.ndarray, " draws"]
+    """Mean power of all devices after the warm-up in W."""
+    token_joules: Float[np.ndarray, " draws"]
+    """Energy of an answer's token in J, prompts included."""
+
+
+def find_run_energy(
+    setup: ServerSetup, run: ServerRun, shares: PowerShares = PUBLISHED_POWER
+) -> RunEnergy:
+    """Returns power and energy of a run; NaN if the board power is unknown.
+
+    A device without work has the power of `PowerShares.idle`, which is too much where a
+    server is idle for long: the fitted servers never were.
+
+    Args:
+      setup: the server.
+      run: a run of it.
+      shares: the coefficients.
+    """
+    cost = setup.cost(ServerCoefficients(*(1.0 for _ in ServerCoefficients._fields)))
+    counts = cost.counts
+    totals = run.totals
+    steps = np.maximum(totals.steps, 1)
+    rows = totals.decoded + totals.read
+    met = 1 - (1 - float(counts.expert_share)) ** (rows / steps)
+    kv_bytes = float(counts.kv_bytes * cost.num_layers * cost.kv_copies)
+    kv_tokens = run.used_share * setup.num_kv_blocks * setup.block_size
+    num_bytes = steps * (
+        float(counts.weight_bytes)
+        + float(counts.expert_bytes) * met
+        + kv_tokens * kv_bytes
+    )
+    flops = rows * float(counts.flops_per_token)
+    flops = flops + totals.drawn * float(counts.flops_per_logit)
+    last_s = np.nanmax(run.finish_s, axis=1) - run.load.warm_up_s
+    span_s = np.maximum(last_s, totals.busy_s)
+    used = shares.memory * num_bytes / float(counts.bytes_per_s)
+    used = used + shares.products * flops / float(counts.flops_per_s)
+    board = setup.tensor_parallel * (setup.device.board_watts or np.nan)
+    watts = board * np.minimum(shares.idle + used / span_s, 1.0)
+    return RunEnergy(watts, watts * span_s / np.maximum(totals.drawn, 1))
 
 
 def fit_power(servers: Sequence[MeasuredServer], load: LoopPrediction) -> PowerShares:

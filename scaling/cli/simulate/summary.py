@@ -4,6 +4,7 @@ Each draw of the coefficients has several factors of its latencies, which includ
 discrepancy of the model (`find_latency_factors`). Intervals are over draws and factors.
 """
 
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from jaxtyping import Float, Int
 
 from jaxkv.workloads import SustainedRate, goodput
 from scaling.calibration import (
+    ENERGY_DISCREPANCY,
+    POWER_DISCREPANCY,
     LoadSizes,
     ServerRun,
     find_latency_factors,
     find_outside_sizes,
+    find_run_energy,
 )
 from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
 from scaling.cli.simulate.options import LATENCY_OPTIONS, LatencyObjective
@@ -133,6 +137,7 @@ class RunSummary:
             "overloaded_share": float(self.overloaded.mean()),
             "memory": self._memory(),
             "usd": self._dollars(finished, tokens),
+            "energy": self._energy(),
             "sessions": self._sessions(),
             "outside_fitted": {name: x._asdict() for name, x in self.outside.items()},
         }
@@ -153,6 +158,29 @@ class RunSummary:
         return {
             **{name: _middle(x) for name, x in values.items()},
             "interval": {name: _interval(x) for name, x in values.items()},
+        }
+
+    def _energy(self) -> dict[str, Any] | None:
+        """Returns power and energy; None if the board power is unknown."""
+        setup = self._case.setup
+        if not setup.device.board_watts:
+            return None
+        watts, token_joules = find_run_energy(setup, self.run)
+        output = np.asarray(self.run.load.workload.output)
+        values = {
+            "watts": watts,
+            "joules_per_token": token_joules,
+            "joules_per_answer": token_joules * output.mean(),
+        }
+        levels = (np.arange(_NUM_FACTORS) + 0.5) / _NUM_FACTORS
+        normal = np.array([NormalDist().inv_cdf(x) for x in levels])
+        intervals = {}
+        for name, draws in values.items():
+            spread = POWER_DISCREPANCY if name == "watts" else ENERGY_DISCREPANCY
+            intervals[name] = _interval(draws * np.exp(spread * normal)[:, None])
+        return {
+            **{name: _middle(x) for name, x in values.items()},
+            "interval": intervals,
         }
 
     def _sessions(self) -> dict[str, Any] | None:

@@ -71,6 +71,15 @@ def run_sheets(document: dict[str, Any]) -> list[Sheet]:
             ("thousand answers [USD]", format_estimate(usd, "per_answer", 1e3)),
             ("million tokens of answers [USD]", million),
         ]
+    if (energy := document["energy"]) is not None:
+        pairs += [
+            ("power [W]", format_estimate(energy, "watts", 1.0)),
+            ("an answer [J]", format_estimate(energy, "joules_per_answer", 1.0)),
+            (
+                "token of an answer [J]",
+                format_estimate(energy, "joules_per_token", 1.0),
+            ),
+        ]
     sheets = [latencies, Sheet("Throughput and memory", ("", ""), pairs)]
     if (sessions := document["sessions"]) is not None:
         duration = sessions["duration_s"]

@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 
 from jaxkv.scheduling import FCFS, Counts, Plan, fcfs, plan_by
+from jaxkv.simulation import Totals
 from scaling import shapes
 from scaling.calibration import (
     PRIOR,
+    PowerShares,
     ServerCoefficients,
     ServerLoad,
     ServerRun,
     ServerSetup,
     draw_coefficients,
+    find_run_energy,
     make_server_load,
     simulate_server,
 )
@@ -37,6 +40,10 @@ def constant_steps(num_draws: int = 1) -> ServerCoefficients:
     return ServerCoefficients(
         *(np.full(num_draws, values[x], np.float32) for x in PRIOR)
     )
+
+
+def no_totals(num: int) -> Totals:
+    return Totals(*(np.zeros(num) for _ in Totals._fields))
 
 
 def load_at(rate: float, num: int, *, answer: int = 11, window_s: float = 3.0):
@@ -102,7 +109,7 @@ def test_a_queue_that_grows_is_an_overload() -> None:
     def run(delay_s: float, per_s: float) -> ServerRun:
         first = arrival + 0.01 + delay_s + per_s * arrival
         times = (x[None] for x in (arrival, first, first + 1.0))
-        return ServerRun(load, *times, np.zeros(1), None, None)
+        return ServerRun(load, *times, np.zeros(1), no_totals(1), None, None)
 
     assert not run(0.0, 0.0).is_overloaded().item()
     assert not run(0.5, 0.0).is_overloaded().item()
@@ -178,3 +185,25 @@ def test_requests_that_do_not_fit_are_refused() -> None:
     refused(load, "does not fit into 1 t4", num_blocks=None, **large)
     with pytest.raises(ValueError, match=r"window_s=1\.0 must be longer"):
         load_at(0.4, 1, window_s=1.0)
+
+
+def test_power_is_that_of_the_shares() -> None:
+    """100 steps of one sequence in 2 s of a window of 2 s, on a device of 700 W."""
+    totals = no_totals(1)._replace(
+        steps=np.array([100]),
+        busy_s=np.array([2.0]),
+        decoded=np.array([100]),
+        drawn=np.array([100]),
+    )
+    load = load_at(1.0, 3)
+    times = (np.zeros((1, 3)), np.zeros((1, 3)), np.full((1, 3), 3.0))
+    run = ServerRun(load, *times, np.zeros(1), totals, None, None)
+    energy = find_run_energy(SETUP, run, PowerShares(0.1, 0.5, 0.0))
+    # Half of the bandwidth for weights of 13.2 GB without the embedding's rows.
+    num_bytes = 100 * float(SETUP.cost(constant_steps()).counts.weight_bytes)
+    used = num_bytes / 2 / SETUP.device.bandwidth
+    assert 0.1 < used < 0.3
+    assert energy.watts[0] == pytest.approx(700 * (0.1 + 0.5 * used), rel=1e-5)
+    assert energy.token_joules[0] == pytest.approx(energy.watts[0] * 2 / 100)
+    unknown = dataclasses.replace(SETUP, device=SETUP.device._replace(board_watts=0))
+    assert np.isnan(find_run_energy(unknown, run).watts).all()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxkv.simulation import Totals
 from scaling.calibration import (
     PRIOR,
     LatencySummary,
@@ -88,6 +89,7 @@ def serve_one_by_one(
                 first[draw, i] = free_s
         finish = first + STEP_S * slower[:, None] * (output - 1)
         used = np.full(slower.size, 0.25)
+        totals = Totals(*(np.full(slower.size, 100.0) for _ in Totals._fields))
         steps = np.broadcast_to(np.arange(0.0, 200.0), (slower.size, 200))
         runs.append(
             ServerRun(
@@ -96,6 +98,7 @@ def serve_one_by_one(
                 first,
                 finish,
                 used,
+                totals,
                 steps,
                 np.broadcast_to(0.2 + 0.001 * steps, steps.shape),
             )
