@@ -125,16 +125,23 @@ class Orientation:
         Reproducible numerics apply it to tiles of `ROW_TILE` rows, if the number of
         rows is a multiple: products and sums of another number have other bits.
         """
-        run = functools.partial(function, orientation=self)
+        if self.numerics == "fast":
+            return function(*row_arrays, orientation=self)
+        barrier = jax.lax.optimization_barrier
+
+        def run(row_arrays: tuple[Activations, ...]) -> Activations:
+            # Otherwise XLA fuses it with other operations, and rounds them otherwise.
+            return barrier(function(*barrier(row_arrays), orientation=self))
+
         num_rows = row_arrays[0].shape[-1]
-        if self.numerics == "fast" or num_rows == ROW_TILE or num_rows % ROW_TILE:
-            return run(*row_arrays)
+        if num_rows == ROW_TILE or num_rows % ROW_TILE:
+            return run(row_arrays)
 
         def split(x: Array) -> Array:
             tiles = x.reshape(*x.shape[:-1], num_rows // ROW_TILE, ROW_TILE)
             return jnp.moveaxis(tiles, -2, 0)
 
-        tiles = jax.lax.map(lambda tile: run(*tile), tuple(map(split, row_arrays)))
+        tiles = jax.lax.map(run, tuple(map(split, row_arrays)))
         tiles = jnp.moveaxis(tiles, 0, -2)
         return tiles.reshape(*tiles.shape[:-2], num_rows)
 
@@ -486,7 +493,11 @@ class Layer(nnx.Module):
     def __call__(self, index, x, angles, attend, carry, orientation):
         """Runs layer `index` on every row; `carry` is passed through `attend`."""
         o = orientation
-        y, carry = attend(index, o.map_tiles(self._project, x), angles, carry)
+        if self.config.latent is not None:
+            projected = self._project(x, o)
+        else:
+            projected = o.map_tiles(self._project, x)
+        y, carry = attend(index, projected, angles, carry)
         y = o.join_heads(y).astype(x.dtype)
         if not self.is_mixture:
             return o.map_tiles(self._add_mlp, x, y), carry, None
