@@ -10,13 +10,15 @@ if TYPE_CHECKING:
         FIRST_TOKEN,
         CalibrationResult,
     )
-    from scaling.cli.calibrate.server_tables import (
+    from scaling.cli.calibrate.server_results import (
         FIRST_TOKEN_TIME,
-        SERVER_TABLES,
         TIME_PER_TOKEN,
         TOKEN_ENERGY,
-        ServerTablesConfig,
         ServerTablesResult,
+    )
+    from scaling.cli.calibrate.server_tables import (
+        SERVER_TABLES,
+        ServerTablesConfig,
         find_public_tables,
         predict_server_tables,
     )

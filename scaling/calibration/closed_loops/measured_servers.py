@@ -12,6 +12,9 @@ ranks divide them, and `tp_size * attention_dp_size` on TensorRT-LLM. Some rows 
 the product of tensor and expert parallelism as `tp_size`, 64 with `moe_tp_size` 8 and
 `moe_ep_size` 8: such a server has `moe_ep_size` devices.
 
+Without `precision` the format of the weights is that of `gemm_quant_mode` or of the
+checkpoint's name, else 16 bits.
+
 A row that cannot be read rightly is refused with its reason and stays in the table.
 """
 
@@ -51,6 +54,9 @@ _WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     "nvfp4": "fp4",
     "mxfp4": "mxfp4",
     "int4": "int4",
+    "fp8_block": "fp8",
+    "int4_wo": "int4",
+    "awq": "int4",
 }
 
 
@@ -195,7 +201,9 @@ def _read_aiconfigurator(
         checkpoint=checkpoint,
         model=_find_model(checkpoint),
         device=find_device(cells["system"]),
-        weight_format=_find_format(checkpoint, cells.get("precision", "")),
+        weight_format=_find_format(
+            checkpoint, cells.get("precision") or cells.get("gemm_quant_mode", "")
+        ),
         num_devices=num_devices,
         data_parallel=ranks,
         expert_parallel=min(experts, num_devices),
@@ -242,6 +250,8 @@ def _read_energy(name: str, cells: Mapping[str, str], row: RawRow) -> MeasuredSe
 
 
 def _find_format(checkpoint: str, name: str) -> WeightFormat:
+    if not name and (suffix := _FORMAT_SUFFIX.search(checkpoint)):
+        name = suffix[1]
     if name.lower() not in _WEIGHT_FORMATS:
         known = ", ".join(filter(None, _WEIGHT_FORMATS))
         raise ValueError(f"precision={name!r} must be one of {known}")

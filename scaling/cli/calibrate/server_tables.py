@@ -11,22 +11,13 @@ import numpy as np
 from jaxkv.plotting import BLUE, GREEN, RED, Panels, colors, set_labels
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
-    Floats,
-    Ints,
     ReportPart,
-    ResultRecord,
-    ResultTable,
     Study,
-    Texts,
-    column,
-    computed_column,
-    format_percent,
 )
 from jaxkv.validation import ConfigRecord
 from scaling.calibration import (
     ENERGY_DISCREPANCY,
     INTERVAL_HALF,
-    LOOP_LATENCIES,
     POWER_DISCREPANCY,
     LoopCalibration,
     MeasuredServer,
@@ -39,15 +30,21 @@ from scaling.calibration import (
     read_measured_servers,
     split_servers,
 )
+from scaling.cli.calibrate.server_results import (
+    FIRST_TOKEN_TIME,
+    QUANTITIES,
+    TIME_PER_TOKEN,
+    TOKEN_ENERGY,
+    WATTS,
+    PooledEffects,
+    PredictedServers,
+    Refusals,
+    ServerTablesResult,
+)
 from scaling.cli.calibrate.study import DATA_VARIABLE
 
 PUBLIC_TABLES = ("aic_servers.csv", "mlenergy_servers.csv")
 """Files of public rows in the folder servers2026 of `DATA_VARIABLE`."""
-TIME_PER_TOKEN, FIRST_TOKEN_TIME = LOOP_LATENCIES
-WATTS = "power"
-TOKEN_ENERGY = "energy per token"
-QUANTITIES = {TIME_PER_TOKEN: "s", FIRST_TOKEN_TIME: "s", WATTS: "W", TOKEN_ENERGY: "J"}
-"""Predicted numbers of a server, with their units."""
 
 
 class ServerTablesConfig(ConfigRecord):
@@ -70,103 +67,6 @@ class ServerTablesConfig(ConfigRecord):
                 f"leave_out={self.leave_out!r} must be one or more of none, model, "
                 "developer"
             )
-
-
-class PredictedServers(ResultTable):
-    """Predicted numbers of servers, up to four for each row of a table."""
-
-    left_out: Texts = column("model or developer; none: fitted; table: another table")
-    fold: Texts = column("name of what the fit left out; the file of another table")
-    server: Texts = column("name of the row")
-    model: Texts = column("shape of the checkpoint")
-    kind: Texts = column("dense or mixture")
-    device: Texts = column("accelerator")
-    engine: Texts = column("inference engine")
-    weight_format: Texts = column("format of the weights", heading="weights")
-    num_devices: Ints = column("devices", heading="devices")
-    concurrency: Floats = column("requests in the system", form="{:,.0f}")
-    prompt_tokens: Floats = column("length of the prompts", form="{:,.0f}")
-    answer_tokens: Floats = column("length of the answers", form="{:,.0f}")
-    num_running: Floats = column("requests that fit into memory", form="{:,.0f}")
-    quantity: Texts = column("a key of `QUANTITIES`")
-    measured: Floats = column("as measured; NaN if it was not", form="{:.4g}")
-    low: Floats = column("5 % quantile", heading="5 %", form="{:.4g}")
-    predicted: Floats = column("median", form="{:.4g}")
-    high: Floats = column("95 % quantile", heading="95 %", form="{:.4g}")
-
-    @property
-    @computed_column(heading="error", form=format_percent)
-    def error(self) -> np.ndarray:
-        """Relative error of the median; NaN without a measured value."""
-        return self.predicted / self.measured - 1
-
-    @property
-    @computed_column(heading="in 90 %")
-    def is_in_90(self) -> np.ndarray:
-        """True if the 90 % interval contains the measured value."""
-        return (self.low <= self.measured) & (self.measured <= self.high)
-
-
-class GroupErrors(ResultTable):
-    """Signed errors of the predictions of a group, worst first."""
-
-    quantity: Texts = column("a key of `QUANTITIES`")
-    group: Texts = column("model, device or engine")
-    kind: Texts = column("dense, mixture, or both")
-    num_rows: Ints = column("rows with a measured value", heading="rows")
-    median: Floats = column("of the error's size", heading="median", form="{:.1%}")
-    bias: Floats = column("median signed error", heading="signed", form="{:+.1%}")
-    worst: Floats = column("largest error", heading="worst", form="{:+.0%}")
-    covered: Floats = column("in 90 % intervals", heading="in 90 %", form="{:.0%}")
-
-
-class Refusals(ResultTable):
-    """Rows that are not read or not fitted, by reason."""
-
-    table: Texts = column("file")
-    reason: Texts = column("reason")
-    num_rows: Ints = column("rows", heading="rows")
-    first: Texts = column("name of the first")
-
-
-class PooledEffects(ResultTable):
-    """Factors of engines, devices and statistics on coefficients."""
-
-    fit: Texts = column("dense or mixture")
-    kind: Texts = column("kind of group")
-    group: Texts = column("name of the group; all for a shared coefficient")
-    coefficient: Texts = column("coefficient")
-    value: Floats = column("factor, or shared value", form="{:.3g}")
-
-
-class ServerTablesResult(ResultRecord):
-    """Predictions of the rows of tables."""
-
-    predictions: PredictedServers = column("predicted numbers", is_shown=False)
-    refusals: Refusals = column("rows that were not read or not fitted")
-    effects: PooledEffects = column("coefficients of the fit to all rows")
-    split: str = column("digest of the split of the fitted rows")
-    num_fitted: int = column("fitted rows")
-
-    def group_errors(self, left_out: str, by: str) -> GroupErrors:
-        """Returns errors by a column of `PredictedServers`, worst median first."""
-        rows = []
-        table = self.predictions.where(left_out=left_out)
-        table = table.at(np.isfinite(table.measured))
-        for quantity in QUANTITIES:
-            for group in table.where(quantity=quantity).distinct(by):
-                part = table.where(quantity=quantity, **{by: group})
-                kinds = part.distinct("kind")
-                kind = kinds[0] if len(kinds) == 1 else "both"
-                error = part.error
-                size = np.abs(error)
-                median = (float(np.median(size)), float(np.median(error)))
-                worst = float(error[np.argmax(size)])
-                covered = float(part.is_in_90.mean())
-                rows.append((quantity, group, kind, len(part), *median, worst, covered))
-        order = {quantity: i for i, quantity in enumerate(QUANTITIES)}
-        rows.sort(key=lambda row: (order[row[0]], -row[4]))
-        return GroupErrors.of(rows)
 
 
 class _Tables(NamedTuple):

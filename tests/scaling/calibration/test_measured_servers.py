@@ -95,6 +95,8 @@ def test_a_product_of_degrees_is_one_node(tmp_path: Path) -> None:
 def test_formats_of_weights(tmp_path: Path) -> None:
     name = "nvidia/Qwen3-32B-NVFP4"
     assert read_one(tmp_path, model_path=name, precision="fp4").weight_format == "fp4"
+    named = read_one(tmp_path, model_path="Qwen/Qwen3-32B-FP8")
+    assert named.weight_format == "fp8"
     version = "nvidia/DeepSeek-R1-0528-FP4-v2"
     model = read_one(tmp_path, model_path=version, precision="fp4").model
     assert model.name == "deepseek-r1"
