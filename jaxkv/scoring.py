@@ -257,7 +257,9 @@ def _run_tiles(
 
     def score_tile(tile: tuple[Array, Array]) -> Array:
         hidden, target = tile
-        return _logprobs_of(options, model.logits(hidden), target)
+        # Otherwise XLA may fuse a small product with what follows, as no engine does.
+        barrier = lax.optimization_barrier
+        return _logprobs_of(options, barrier(model.logits(barrier(hidden))), target)
 
     def one(index: Array, carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
         logprobs, pages = carry

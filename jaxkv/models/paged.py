@@ -158,7 +158,12 @@ class PagedForward:
             tapped = parts.gather(jnp.concatenate(layer_pass.taps))
             pages = write_features(pages, tapped.T, rows)
         hidden = parts.pick(layer_pass.last, jnp.maximum(rows.logit_rows, 0))
-        return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
+        if self.numerics == "fast":
+            return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
+        barrier = jax.lax.optimization_barrier
+        hidden = barrier(hidden)
+        logits = barrier(model.logits(hidden))
+        return interface.ForwardResult(logits, pages, hidden.T)
 
     def states(
         self,
