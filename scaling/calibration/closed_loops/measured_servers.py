@@ -22,7 +22,6 @@ import dataclasses
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -117,12 +116,6 @@ class ServerTable(NamedTuple):
     servers: tuple[MeasuredServer, ...]
     refusals: tuple[tuple[str, str], ...]
     """Name and reason of each row that is not read."""
-
-    def refusal_counts(self) -> list[tuple[str, int, str]]:
-        """Returns each reason with its number of rows and the name of the first."""
-        counts = Counter(reason for _, reason in self.refusals)
-        first = {reason: name for name, reason in reversed(self.refusals)}
-        return [(reason, n, first[reason]) for reason, n in counts.most_common()]
 
 
 def read_measured_servers(path: str | os.PathLike[str]) -> ServerTable:

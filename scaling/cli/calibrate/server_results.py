@@ -1,5 +1,7 @@
 """Results of predictions of servers: numbers of each row, and errors by group."""
 
+from collections import Counter
+
 import numpy as np
 
 from jaxkv.report import (
@@ -7,6 +9,7 @@ from jaxkv.report import (
     Ints,
     ResultRecord,
     ResultTable,
+    Sheet,
     Texts,
     column,
     computed_column,
@@ -70,12 +73,22 @@ class GroupErrors(ResultTable):
 
 
 class Refusals(ResultTable):
-    """Rows that are not read or not fitted, by reason."""
+    """Rows that are not read or not fitted."""
 
     table: Texts = column("file")
+    row: Texts = column("name of the row")
     reason: Texts = column("reason")
-    num_rows: Ints = column("rows", heading="rows")
-    first: Texts = column("name of the first")
+
+    def sheet_of_reasons(self) -> Sheet:
+        """Returns the number of rows and the name of the first for each reason."""
+        pairs = list(zip(self.table.tolist(), self.reason.tolist(), strict=True))
+        names = dict(zip(reversed(pairs), reversed(self.row.tolist()), strict=True))
+        rows = [
+            (table, reason, str(number), names[table, reason])
+            for (table, reason), number in Counter(pairs).most_common()
+        ]
+        heads = ("table", "reason", "rows", "first")
+        return Sheet("rows that are not used", heads, rows)
 
 
 class PooledEffects(ResultTable):

@@ -71,7 +71,7 @@ class ServerTablesConfig(ConfigRecord):
 
 class _Tables(NamedTuple):
     servers: list[MeasuredServer]
-    refusals: list[tuple[str, str, int, str]]
+    refusals: list[tuple[str, str, str]]
 
 
 def predict_server_tables(
@@ -179,10 +179,8 @@ def _read_tables(paths: Sequence[Path]) -> _Tables:
         measured = [x for x in table.servers if x.token_s is not None]
         servers += [x for x in measured if id(x) not in dropped]
         refusals += _refusal_rows(path, table)
-        if implausible:
-            reason = "implies more than a server's share of the peak of products"
-            first = implausible[0].name
-            refusals.append((path.name, reason, len(implausible), first))
+        reason = "implies more than a server's share of the peak of products"
+        refusals += [(path.name, x.name, reason) for x in implausible]
     if not servers:
         raise ValueError(f"{paths[0]}: no row has a time per token that can be fitted")
     return _Tables(servers, refusals)
@@ -190,9 +188,9 @@ def _read_tables(paths: Sequence[Path]) -> _Tables:
 
 def _refusal_rows(
     path: str | Path, table: ServerTable
-) -> Iterator[tuple[str, str, int, str]]:
-    for reason, number, first in table.refusal_counts():
-        yield Path(path).name, reason, number, first
+) -> Iterator[tuple[str, str, str]]:
+    for name, reason in table.refusals:
+        yield Path(path).name, name, reason
 
 
 def _effect_rows(calibration: LoopCalibration) -> Iterator[tuple[object, ...]]:
@@ -266,7 +264,7 @@ def summary(result: ServerTablesResult) -> list[ReportPart]:
             if len(errors):
                 parts.append(errors.sheet(f"{_TITLES[kind]}: errors by {by}"))
     if len(result.refusals):
-        parts.append(result.refusals.sheet("rows that are not used"))
+        parts.append(result.refusals.sheet_of_reasons())
     if len(result.effects):
         effects = result.effects
         shown = effects.at(effects.kind != "shared")
