@@ -315,6 +315,16 @@ def expected_numbers() -> dict[str, list[str]]:
         [f"{task}: mean reward of the {part}" for task in ("copying", "brackets")]
         for part in ("first", "last")
     ]
+    left_out = "model left out, "
+    median = "median over models of the median error"
+    tokens = [
+        f"{left_out}dense models: {median}, time per token",
+        f"{left_out}mixtures: {median} of the time per token",
+    ]
+    joules = [
+        f"{left_out}{x}: median error of the energy per token"
+        for x in ("dense models", "mixtures")
+    ]
     return {
         "fig. 2:": [written("{:.0f}", measured("memory_waste", *parts))],
         "fig. 12,": [written("{:.2f}", measured("latency_vs_rate", *oracle))],
@@ -345,6 +355,10 @@ def expected_numbers() -> dict[str, list[str]]:
                 "{:.1f} %", measured("calibration", *(f"{x}: med" for x in load_claims))
             ),
             written("{:.1f}", measured("calibration", *(f"{x}: lar" for x in unseen))),
+        ],
+        "public servers": [
+            written("{:.1f} %", measured("public_servers", *tokens)),
+            written("{:.1f} %", measured("public_servers", *joules)),
         ],
         "Chinchilla's loss": [
             f"{loss['predicted']:.3f} ({loss['low']:.3f}-{loss['high']:.3f})",
@@ -444,6 +458,7 @@ JUDGED = {
     "DistServe:": {"disaggregation": "OPT-13B|so each GPU"},
     "Mooncake:": {"prefix_caching": "mooncake_synthetic: chunks"},
     "vLLM servers": {"calibration": "(model|load) left out"},
+    "public servers": {"public_servers": "model left out"},
     "Chinchilla's loss": {"isoflop": "error of the predicted loss"},
     "mixtures against": {"experts": "a mixture needs"},
     "latent against": {"deepseek": ".*than multi-head attention"},
