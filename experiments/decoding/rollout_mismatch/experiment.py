@@ -9,6 +9,7 @@ log-probabilities again. Three parts:
 * faults: mistakes planted in sampler or trainer, each to be found by comparing bits.
 """
 
+import gc
 import statistics
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -176,6 +177,9 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
                 num_requests=config.num_requests,
             )
         ]
+        # Linux ends a process with 65,530 memory mappings, of which programs have many.
+        jax.clear_caches()
+        gc.collect()
     folder = str(files.model_folder(config.model))
     model = load_text_model(config.model, max_length=samplers.LENGTH)
     prompts = _prompts(model, config)
