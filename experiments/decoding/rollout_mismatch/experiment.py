@@ -304,12 +304,11 @@ def plot(axes: np.ndarray, result: Result) -> None:
     first, second = axes
     table = result.samplers
     smallest = 1e-15  # zero has no place on a logarithmic axis
-    first.barh(
-        table.sampler, np.maximum(table.k3, smallest), color=lab.colors()[lab.BLUE]
-    )
+    names = table.sampler.tolist()
+    first.scatter(np.maximum(table.k3, smallest), names, color=lab.colors()[lab.BLUE])
     for row, (k3, ratio) in enumerate(zip(table.k3, table.ratio, strict=True)):
         text = f"{k3:.0e}, speed {ratio:.2f}" if k3 else f"0, speed {ratio:.2f}"
-        lab.annotate(first, text, (max(k3, smallest), row), (3, -3))
+        lab.annotate(first, text, (max(k3, smallest), row), (6, -3))
     first.invert_yaxis()
     first.set_xlim(smallest, 1)
     title = "k3 of sampler and trainer, and speed over fast"
