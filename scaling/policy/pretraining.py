@@ -77,11 +77,11 @@ def demonstrations(key: Array, num: int, error_rate: float) -> Rollout:
         answers = task.solve(prompts)
         place = jnp.arange(LENGTH, dtype=jnp.int32)[None, :]
         after = place - prompts.length[:, None]
-        asked = jnp.pad(prompts.tokens, ((0, 0), (0, LENGTH - PROMPT_TOKENS)))
+        padded_prompts = jnp.pad(prompts.tokens, ((0, 0), (0, LENGTH - PROMPT_TOKENS)))
         answer = jnp.take_along_axis(
             answers.tokens, jnp.clip(after, 0, ANSWER_TOKENS - 1), axis=1
         )
-        tokens = jnp.where(after >= 0, answer, asked)
+        tokens = jnp.where(after >= 0, answer, padded_prompts)
         length = prompts.length + answers.length
         blank = jnp.zeros(tokens.shape, jnp.float32)
         parts.append(Rollout(tokens, prompts.length, length, blank))

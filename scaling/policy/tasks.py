@@ -152,8 +152,8 @@ def _add(prompts: Prompts) -> Answers:
 def _counts(prompts: Prompts, answers: Answers) -> tuple[Array, Array]:
     """Counts the letters a and b in each prompt and its answer."""
     place = jnp.arange(PROMPT_TOKENS, dtype=jnp.int32)[None, :]
-    asked = jnp.where(place < prompts.length[:, None], prompts.tokens, END)
-    both = jnp.concatenate([asked, answers.tokens], axis=1)
+    prompt_tokens = jnp.where(place < prompts.length[:, None], prompts.tokens, END)
+    both = jnp.concatenate([prompt_tokens, answers.tokens], axis=1)
     a, b = (
         jnp.sum(both == ALPHABET.index(letter), axis=1, dtype=jnp.int32)
         for letter in "ab"
@@ -166,12 +166,12 @@ def _is_in_language(prompts: Prompts, answers: Answers) -> Array:
     place = jnp.arange(ANSWER_TOKENS, dtype=jnp.int32)[None, :]
     inside = place < answers.length[:, None] - 1
     letter = answers.tokens
-    known = (letter == ALPHABET.index("a")) | (letter == ALPHABET.index("b"))
-    ended = jnp.take_along_axis(letter, answers.length[:, None] - 1, axis=1)[:, 0]
+    is_letter = (letter == ALPHABET.index("a")) | (letter == ALPHABET.index("b"))
+    last_token = jnp.take_along_axis(letter, answers.length[:, None] - 1, axis=1)[:, 0]
     a, b = _counts(prompts, answers)
-    fine = jnp.all(known | ~inside, axis=1) & (ended == END)
-    fine &= (answers.length > 0) & (a % 2 == 0) & (b % 3 == 0)
-    return fine.astype(jnp.float32)
+    is_right = jnp.all(is_letter | ~inside, axis=1) & (last_token == END)
+    is_right &= (answers.length > 0) & (a % 2 == 0) & (b % 3 == 0)
+    return is_right.astype(jnp.float32)
 
 
 def _complete(prompts: Prompts) -> Answers:

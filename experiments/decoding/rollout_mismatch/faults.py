@@ -143,13 +143,13 @@ def other_epsilon(case: FaultContext) -> tuple[Logprobs, Logprobs]:
 
 def lost_token(case: FaultContext) -> tuple[Logprobs, Logprobs]:
     """The trainer's sequences lack the first token of the prompt."""
-    rest = ReportedLogprobs(
+    suffix = ReportedLogprobs(
         np.ascontiguousarray(case.reported.tokens[:, 1:]),
         case.reported.lengths - 1,
         case.reported.logprobs[:, 1:],
         case.reported.is_reported[:, 1:],
     )
-    return rest.logprobs, _score(case, rest)
+    return suffix.logprobs, _score(case, suffix)
 
 
 def other_reduction(case: FaultContext) -> tuple[Logprobs, Logprobs]:

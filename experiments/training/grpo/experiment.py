@@ -360,14 +360,16 @@ def plot(axes: np.ndarray, result: Result) -> None:
     lab.set_labels(spread, title, x, "nats per token [nats]")
     table = result.mismatched
     pairs = zip(table.mismatch.tolist(), result.mismatch_rewards, strict=False)
-    drawn = [(name, rewards) for name, rewards in pairs if name in SHOWN]
+    shown_rewards = [(name, rewards) for name, rewards in pairs if name in SHOWN]
     palette = (lab.BLACK, lab.ORANGE, lab.RED, lab.BLUE, lab.SKY)
     styles = ("-", "--", ":", "-.", (0, (5, 1)))
-    for (name, rewards), color, style in zip(drawn, palette, styles, strict=False):
+    for (name, rewards), color, style in zip(
+        shown_rewards, palette, styles, strict=False
+    ):
         mean = _smooth(rewards).mean(axis=0)
         place = 1 + np.arange(len(mean))
         lab.draw_curve(curves, place, mean, color, name, marker="", linestyle=style)
-    if drawn:
+    if shown_rewards:
         curves.legend()
     title = "Rewards with mismatch, means over seeds"
     lab.set_labels(curves, title, x, "right answers [share]", ylim=(0, 1.02))

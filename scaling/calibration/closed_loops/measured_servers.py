@@ -246,8 +246,8 @@ def _find_format(checkpoint: str, name: str) -> WeightFormat:
     if not name and (suffix := _FORMAT_SUFFIX.search(checkpoint)):
         name = suffix[1]
     if name.lower() not in _WEIGHT_FORMATS:
-        known = ", ".join(filter(None, _WEIGHT_FORMATS))
-        raise ValueError(f"precision={name!r} must be one of {known}")
+        formats = ", ".join(filter(None, _WEIGHT_FORMATS))
+        raise ValueError(f"precision={name!r} must be one of {formats}")
     weight_format = _WEIGHT_FORMATS[name.lower()]
     if "gpt-oss" in checkpoint and weight_format != "bf16":
         return "mxfp4"  # the only format of the checkpoints
