@@ -117,9 +117,9 @@ class Orientation:
         pair = (x, weight.T) if self.axis == -1 else (weight, x)
         return jnp.matmul(*pair, preferred_element_type=dtype, precision=precision)
 
-    def map_tiles(
-        self, function: Callable[..., Activations], *row_arrays: Activations
-    ) -> Activations:
+    def map_tiles[Rows](
+        self, function: Callable[..., Rows], *row_arrays: Activations
+    ) -> Rows:
         """Applies a function of rows and the orientation.
 
         Reproducible numerics apply it to tiles of `ROW_TILE` rows, if the number of
@@ -129,7 +129,7 @@ class Orientation:
             return function(*row_arrays, orientation=self)
         barrier = jax.lax.optimization_barrier
 
-        def run(row_arrays: tuple[Activations, ...]) -> Activations:
+        def run(row_arrays: tuple[Activations, ...]) -> Rows:
             # Otherwise XLA fuses it with other operations, and rounds them otherwise.
             return barrier(function(*barrier(row_arrays), orientation=self))
 
@@ -141,9 +141,11 @@ class Orientation:
             tiles = x.reshape(*x.shape[:-1], num_rows // ROW_TILE, ROW_TILE)
             return jnp.moveaxis(tiles, -2, 0)
 
-        tiles = jax.lax.map(run, tuple(map(split, row_arrays)))
-        tiles = jnp.moveaxis(tiles, 0, -2)
-        return tiles.reshape(*tiles.shape[:-2], num_rows)
+        def join(tiles: Array) -> Array:
+            tiles = jnp.moveaxis(tiles, 0, -2)
+            return tiles.reshape(*tiles.shape[:-2], num_rows)
+
+        return jax.tree.map(join, jax.lax.map(run, tuple(map(split, row_arrays))))
 
     def product(self, linear: "Linear", x: Activations) -> Activations:
         """Multiplies every row by this device's part of a weight, without the bias."""

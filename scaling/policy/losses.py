@@ -132,12 +132,12 @@ def _mean_of_answers(values: TokenValues, mask: TokenMask) -> Float[Array, " ans
 
 @validation.checks_numbers()
 def pass_at_k(
-    num_right: Int[np.ndarray, " prompts"], num_samples: int, k: int
-) -> Float[np.ndarray, " prompts"]:
+    num_right: Int[np.ndarray, " *prompts"], num_samples: int, k: int
+) -> Float[np.ndarray, " *prompts"]:
     """Estimates for each prompt the probability that one of k answers is right.
 
     Args:
-      num_right: right answers among `num_samples` of each prompt.
+      num_right: right answers among `num_samples` of each prompt, of any shape.
       num_samples: answers of each prompt.
       k: number of answers, in [1, num_samples].
 

@@ -318,7 +318,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
     second.barh(planted.fault, shares, color=lab.colors()[lab.BLUE])
     second.invert_yaxis()
     title = f"Bits show {(shares > 0).sum()} of {len(shares)} planted faults"
-    lab.set_labels(second, title, "tokens with other bits [1]", "")
+    lab.set_labels(second, title, "tokens with other bits [share]", "")
 
 
 @lab.claims_file(__file__).judge
@@ -346,6 +346,6 @@ STUDY = lab.Study(
     run,
     plot,
     claims,
-    panels=lab.Panels(1, 2, 3.4),
+    panels=lab.Panels(2, 1, 3.0),
     prepare=use_two_devices,
 )

@@ -383,7 +383,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
     lab.draw_reference_line(changes, 0, along="y")
     num_decided = int(np.sum((others.low > 0) | (others.high < 0)))
     title = f"{num_decided} of {len(others)} kinds of mismatch change the reward"
-    lab.set_labels(changes, title, "reward less that of none, 99 % [share]", "")
+    lab.set_labels(changes, title, "change, 99 % interval [share]", "")
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

@@ -200,17 +200,17 @@ def _read_aiconfigurator(
         num_devices=num_devices,
         data_parallel=ranks,
         expert_parallel=min(experts, num_devices),
-        concurrency=_number(cells, "batch_size", low=1) * ranks,
+        concurrency=_number(cells, "batch_size", low=1.0) * ranks,
         prompt_tokens=_length(cells, "isl"),
         answer_tokens=_length(cells, "osl"),
         token_s=_milliseconds(cells, "silicon_tpot_ms", low=0.3, high=2e4),
-        first_token_s=_milliseconds(cells, "silicon_ttft_ms", low=3, high=6e6),
+        first_token_s=_milliseconds(cells, "silicon_ttft_ms", low=3.0, high=6e6),
     )
 
 
 def _read_energy(name: str, cells: Mapping[str, str], row: RawRow) -> MeasuredServer:
     power = {
-        field: _number(cells, key, low=0) if cells.get(key) else None
+        field: _number(cells, key, low=0.0) if cells.get(key) else None
         for field, key in (
             ("watts", "avg_power_watts"),
             ("token_joules", "energy_per_token_joules"),
@@ -277,7 +277,7 @@ def _count(cells: Mapping[str, str], key: str, default: int | None = None) -> in
     text = cells.get(key, "")
     if not text and default is not None:
         return default
-    value = _number(cells, key, low=0)
+    value = _number(cells, key, low=0.0)
     if value != int(value):
         raise ValueError(f"{key}={text!r} must be a whole number")
     return int(value)
@@ -286,7 +286,7 @@ def _count(cells: Mapping[str, str], key: str, default: int | None = None) -> in
 def _length(cells: Mapping[str, str], key: str) -> float:
     if not cells.get(key):
         raise ValueError(f"has no {key}: lengths are needed for a prediction")
-    return _number(cells, key, low=1)
+    return _number(cells, key, low=1.0)
 
 
 def _milliseconds(
@@ -294,7 +294,7 @@ def _milliseconds(
 ) -> float | None:
     if not cells.get(key):
         return None
-    value = _number(cells, key, low=0)
+    value = _number(cells, key, low=0.0)
     if not low <= value <= high:
         unit = "s" if value < low else "us"
         raise ValueError(f"{key}={value:g} is not in ms; is its unit {unit}?")

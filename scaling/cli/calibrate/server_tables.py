@@ -214,7 +214,7 @@ def plot(axes: np.ndarray, result: ServerTablesResult) -> None:
     for ax, quantity in zip(axes, QUANTITIES, strict=False):
         table = result.group_errors(kind, "model").where(quantity=quantity)
         names = table.group.tolist()
-        look = {"dense": BLUE, "mixture": RED, "both": GREEN}
+        look = {"dense": RED, "mixture": BLUE, "both": GREEN}
         for i, name in enumerate(names):
             part = shown.where(quantity=quantity, model=name)
             error = part.error[np.isfinite(part.error)]
