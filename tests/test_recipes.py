@@ -273,7 +273,6 @@ def test_drafter_does_not_change_the_tokens() -> None:
 # Add a model family
 
 
-@pytest.mark.usefixtures("no_type_checks")  # `FamilyName` has no `toy`
 def test_model_family_is_one_table_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,10 +285,11 @@ def test_model_family_is_one_table_entry(
     llama = FAMILIES["llama"]
     modules = {**llama.modules, ".out": (".attention.output",)}
     toy = llama._replace(architecture="ToyLM", modules=modules)
-    monkeypatch.setitem(FAMILIES, "toy", toy)
-    names = (*get_args(config.FamilyName.__value__), "toy")
-    family = config.ModelConfig.__dataclass_fields__["family"]
-    monkeypatch.setattr(family, "type", Literal[names])  # ty: ignore[invalid-type-form]
+    monkeypatch.setitem(FAMILIES, "toy", toy)  # which is undone at the end
+    del FAMILIES["toy"]
+    models.register_family("toy", toy)
+    with pytest.raises(ValueError, match="'toy' is registered already"):
+        models.register_family("toy", toy)
     parsed_config = configs.from_hf(raw)
     assert dataclasses.replace(parsed_config, family="llama") == shape
     with pytest.raises(ValueError, match="attn_logit_cap"):
@@ -323,14 +323,13 @@ class NewFamily(NamedTuple):
 @pytest.fixture
 def new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NewFamily:
     """Applies the edits of the recipe: config, nonlinear, families and configs."""
-    for field, alias, name in (
-        ("family", config.FamilyName.__value__, "toy"),
-        ("norm", Literal["rms", "layer"], "peak"),
-        ("activation", Literal["silu", "gelu", "gelu_tanh", "relu"], "relu2"),
+    for field, name in (
+        ("norm", "peak"),
+        ("activation", "squared"),
     ):
-        names = (*get_args(alias), name)
-        fields = config.ModelConfig.__dataclass_fields__
-        monkeypatch.setattr(fields[field], "type", Literal[names])  # ty: ignore[invalid-type-form]
+        declared = config.ModelConfig.__dataclass_fields__[field]
+        names = (*get_args(declared.type), name)
+        monkeypatch.setattr(declared, "type", Literal[names])  # ty: ignore[invalid-type-form]
 
     def peak_norm(x: jax.Array, axis: int, eps: float) -> jax.Array:
         return x / (jnp.max(jnp.abs(x), axis, keepdims=True) + jnp.float32(eps))
@@ -338,15 +337,15 @@ def new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NewFamily:
     peak = nonlinear.NormKind(peak_norm, has_bias=True)
     monkeypatch.setitem(nonlinear.NORMS, "peak", peak)
     squared = lambda x: jnp.square(jax.nn.relu(x))  # noqa: E731
-    monkeypatch.setitem(nonlinear.ACTIVATIONS, "relu2", squared)
+    monkeypatch.setitem(nonlinear.ACTIVATIONS, "squared", squared)
 
     llama = FAMILIES["llama"]
     implied = {**llama.implied, "norm": "peak"}
     toy = llama._replace(architecture="ToyLM", implied=implied)
     monkeypatch.setitem(FAMILIES, "toy", toy)
-    monkeypatch.setitem(configs.ACTIVATION_NAMES, "relu2", ("relu2",))
+    monkeypatch.setitem(configs.ACTIVATION_NAMES, "squared", ("squared",))
 
-    names = {"norm": "peak", "activation": "relu2", "family": "toy"}
+    names = {"norm": "peak", "activation": "squared", "family": "toy"}
     shape = dataclasses.replace(engines.MODEL, num_layers=1, **names)
     rng = np.random.default_rng(0)
     params = jax.tree.map(  # biases of 0 and scales of 1 would hide errors
@@ -357,7 +356,6 @@ def new_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NewFamily:
     return NewFamily(shape, params, tmp_path / "toy")
 
 
-@pytest.mark.usefixtures("no_type_checks")  # `FamilyName` has no `toy`
 def test_new_norm_and_activation_are_defined_once(new_family: NewFamily) -> None:
     shape, params, folder = new_family
     again = load_model(folder)

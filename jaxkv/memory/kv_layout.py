@@ -208,7 +208,7 @@ class KVLayout:
         q: Float[Array, "rows q_heads head_dim"],
         rows: Rows,
         *,
-        scale: float | None = None,
+        scoring: ScoreTransform | None = None,
         window: int | None = None,
         numerics: Literal["fast", "reproducible"] = "fast",
         packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
@@ -225,7 +225,7 @@ class KVLayout:
           layer: index of the layer.
           q: queries with encoded positions.
           rows: the packed rows.
-          scale: factor on the scores; None means head_dim ** -0.5.
+          scoring: from products to scores; None means a factor of head_dim ** -0.5.
           window: number of latest keys that a row sees; None means all.
           numerics: "reproducible" gives a row the same bits in any batch.
           packed_q: the queries as the plan packs them; None packs them here.
@@ -235,6 +235,11 @@ class KVLayout:
         Returns:
           The output of every row that the device keeps, 0 on padding rows.
         """
+        if scoring is None:
+            scoring = ScoreTransform(q.shape[2] ** -0.5)
+        if page_parts.num_page_parts() > 1 and scoring.sinks is not None:
+            # Each device would count them.
+            raise ValueError("sinks need pages that are not divided over devices")
         keys = flatten_layers(pages.k)
         full_precision = None
         if isinstance(keys, PartlyQuantizedKeys):
@@ -255,7 +260,7 @@ class KVLayout:
             q,
             kv,
             _local_view(pages, rows, window),
-            ScoreTransform(q.shape[2] ** -0.5 if scale is None else scale),
+            scoring,
             plan=plan,
             packed_q=packed_q,
             numerics=numerics,

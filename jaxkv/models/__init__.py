@@ -14,13 +14,14 @@ if TYPE_CHECKING:
         save_model,
         save_tree,
     )
-    from jaxkv.models.config import Experts, LatentConfig, ModelConfig
+    from jaxkv.models.config import AttentionKind, Experts, LatentConfig, ModelConfig
     from jaxkv.models.huggingface.configs import (
         read_fields,
         refuse_other_values,
         without_aliases,
     )
-    from jaxkv.models.huggingface.families import FAMILIES, Family
+    from jaxkv.models.huggingface.families import FAMILIES, register_family
+    from jaxkv.models.huggingface.family import Family, Key
     from jaxkv.models.huggingface.values import parse_flag, parse_size
     from jaxkv.models.huggingface.weights import weight_files
     from jaxkv.models.interface import EndTokens, Forward, ForwardResult, Params, attend
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         ROW_TILE,
         Activations,
         Function,
+        LayerAttention,
         Linear,
         Mixture,
         Orientation,
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
         Projected,
         expand_latent,
         rotate,
+        rotate_pair,
         split_and_rotate,
         split_heads,
     )

@@ -5,21 +5,7 @@ import warnings
 from typing import Literal
 
 from jaxkv import validation
-
-type FamilyName = Literal[
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "gpt2",
-    "opt",
-    "deepseek_v2",
-    "deepseek_v3",
-]
-"""Model families whose folders can be read and written."""
+from jaxkv.models.huggingface import FAMILIES
 
 
 @validation.suggests_keywords
@@ -29,13 +15,14 @@ class RopeScaling:
 
     Source: Llama-3's report, section 3.4.2; "linear": Chen et al. 2023,
     arXiv:2306.15595, section 3.2; "yarn": Peng et al. 2023, arXiv:2309.00071, section
-    3.
+    3; "longrope": Ding et al. 2024, arXiv:2402.13753, section 3.
     """
 
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
     """"llama3" divides low frequencies by `factor`; "linear" divides all of them and
         ignores the remaining fields; "yarn" divides low frequencies, and scales cosines
-        and sines by `magnitude`."""
+        and sines by `magnitude`; "longrope" divides each frequency by its own factor,
+        and scales as "yarn"."""
     factor: float = 8.0
     low_frequency_factor: float = 1.0
     """Rotations over the original positions below which a frequency is divided
@@ -45,13 +32,39 @@ class RopeScaling:
     `beta_fast` of "yarn")."""
     original_max_positions: int = 8192
     magnitude: float = 1.0
-    """Factor on cosines and sines ("yarn")."""
+    """Factor on cosines and sines ("yarn", "longrope")."""
+    factors: tuple[float, ...] = ()
+    """Divisor of each frequency ("longrope")."""
+    max_positions: int | None = None
+    """Length up to which `factors` hold; a longer sequence needs others, and is
+    refused. None means any length ("longrope")."""
     truncate: bool = True
     """True if the ramp between kept and divided frequencies begins and ends at a whole
     pair of features ("yarn")."""
     score_magnitude: float = 1.0
     """Factor on queries and on keys: scores are scaled by its square, in addition to
     `magnitude` (DeepSeek's `mscale_all_dim` with "yarn")."""
+
+    def __post_init__(self):
+        """Validates the fields."""
+        validation.check_fields(self)
+
+
+@validation.suggests_keywords
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionKind:
+    """What the attention of some layers has of its own; other fields are the model's.
+
+    Source: layers of two kinds, Gemma 2, arXiv:2408.00118, section 2; layers without
+    positions (NoPE), Yang et al. 2025, arXiv:2501.18795, section 3.
+    """
+
+    window: int | None = None
+    """Sliding window: number of latest tokens that a query sees, itself included."""
+    positions: Literal["rope", "learned", "none"] = "rope"
+    """Learned positions are added to the embeddings, and "none" are no positions."""
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
         """Validates the fields."""
@@ -82,6 +95,10 @@ class Experts:
     """True if the probabilities of the chosen experts are scaled to sum to one."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """Function from the router's logits to the scores of the experts."""
+    router_bias: bool = False
+    """True if a bias for each expert is added to the router's logits (gpt-oss)."""
+    expert_bias: bool = False
+    """True if the products of an expert have biases (gpt-oss)."""
     gate_bias: bool = False
     """True if a bias for each expert is added to its score for selection; the share of
     a chosen expert excludes it. The score of a group is then the sum of its two largest
@@ -180,25 +197,67 @@ class ModelConfig:
     Layers with experts use the widths in `experts`."""
     max_positions: int
     """Longest sequence of the model in tokens; a hard bound with learned positions."""
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "layer", "rms_offset", "rms_plain"] = "rms"
+    """RMS norm or layer norm; "rms_offset" scales by 1 plus its weight (Gemma), and
+    "rms_plain" has no weight (nanochat)."""
     norm_eps: float = 1e-5
-    positions: Literal["rope", "learned"] = "rope"
+    norm_places: Literal["before", "after", "both"] = "before"
+    """Norms before attention and MLP, after them and before they are added (OLMo 2), or
+    both (Gemma 2)."""
+    residual: Literal["serial", "parallel"] = "serial"
+    """"parallel": attention and MLP have the same input (GPT-NeoX)."""
+    residual_scale: float = 1.0
+    """Factor on the outputs of attention and MLP before they are added (Granite)."""
+    embed_scale: float = 1.0
+    """Factor on the embeddings of tokens, rounded to their dtype."""
+    embed_norm: bool = False
+    """True if the input of the first layer is the norm, without weights, of the
+    embeddings (nanochat)."""
+    logit_scale: float = 1.0
+    """Factor on the logits."""
+    logit_cap: float | None = None
+    """Bound c of the logits x, as c tanh(x / c) (Gemma 2); None means no bound."""
+    positions: Literal["rope", "learned", "none"] = "rope"
     position_offset: int = 0
     """Rows of the learned position table before position 0 (OPT: 2)."""
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    rotary_size: int | None = None
+    """Number of features of a head that encode positions, as in the exponents of the
+    rotary frequencies; None means all. Pairs of the remaining features do not turn."""
+    attention_scale: float | None = None
+    """Factor on the products of queries and keys; None means head_dim ** -0.5."""
+    score_cap: float | None = None
+    """Bound of the scores, as `logit_cap` (Gemma 2)."""
+    score_growth: float | None = None
+    """Factor b of a query's scale 1 + b log(1 + floor(position / original_max_positions
+    of `rope_scaling`)) (Llama 4, Ministral 3); None means 1 everywhere."""
+    sinks: bool = False
+    """True if each query head has the score of one more key with value 0 (gpt-oss)."""
+    activation: Literal[
+        "silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"
+    ] = "silu"
+    """"clamped_swiglu": (up + 1) gate sigmoid(`activation_slope` gate), with gate at
+        most `activation_limit`, and up in +- that (gpt-oss)."""
+    activation_slope: float = 1.702
+    activation_limit: float = 7.0
     gated: bool = True
     """True if the MLP multiplies the activation by a second projection (SwiGLU)."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """True if there is an RMS norm over head_dim of every query and key head, before
-    RoPE (Qwen3)."""
+    """True if queries and keys have an RMS norm before RoPE."""
+    qk_norm_over: Literal["head", "layer"] = "head"
+    """That norm is over head_dim of every head (Qwen3), or over all heads of a layer
+    (OLMo 2)."""
     tie_embeddings: bool = True
     window: int | None = None
     """Sliding window: number of latest tokens that a query sees, itself included."""
+    other_attention: tuple[AttentionKind, ...] = ()
+    """Kinds 1, 2, ... of attention; kind 0 has this config's window and positions."""
+    attention_pattern: tuple[int, ...] = (0,)
+    """Kind of attention of each layer, repeated up to `num_layers`."""
     latent: LatentConfig | None = None
     """Latent attention in place of KV heads: `num_kv_heads` is then `num_q_heads`, and
     `head_dim` is `latent.nope_dim + latent.rope_dim`."""
@@ -208,21 +267,24 @@ class ModelConfig:
     experts: Experts | None = None
     """Experts in place of the MLP, except in the first dense layers; None for a dense
     model."""
-    family: FamilyName = "llama"
-    """Family whose names a saved folder uses; it does not affect the computation."""
+    family: str = "llama"
+    """Family whose names a saved folder uses, one of `models.FAMILIES`; it does not
+    affect the computation."""
 
     def __post_init__(self):
         """Validates the fields."""
         validation.check_fields(self, position_offset=0, num_ahead_layers=0)
+        validation.choice("family", self.family, tuple(FAMILIES))
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads} must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads}"
             )
-        if self.positions == "rope" and self.rotary_dim % 2:
+        if self.rotary_kinds and self.rotary_dim % 2:
             raise ValueError(
                 f"head_dim={self.head_dim} must be even for rotary positions"
             )
+        self._check_attention()
         if (latent := self.latent) is not None:
             width = latent.nope_dim + latent.rope_dim
             for name, value, needed in (
@@ -232,6 +294,11 @@ class ModelConfig:
                 ("qk_norm", self.qk_norm, False),
                 ("qkv_bias", self.qkv_bias, False),
                 ("window", self.window, None),
+                ("other_attention", self.other_attention, ()),
+                ("rotary_size", self.rotary_size, None),
+                ("sinks", self.sinks, False),
+                ("score_cap", self.score_cap, None),
+                ("score_growth", self.score_growth, None),
             ):
                 if value != needed:
                     raise ValueError(
@@ -247,6 +314,27 @@ class ModelConfig:
         if self.mlp_bias:
             raise ValueError(f"mlp_bias={self.mlp_bias!r}: experts have no biases")
 
+    def _check_attention(self) -> None:
+        """Checks fields of attention against each other."""
+        kinds = range(1 + len(self.other_attention))
+        if not self.attention_pattern or not {*self.attention_pattern} <= {*kinds}:
+            raise ValueError(
+                f"attention_pattern={self.attention_pattern} must have kinds in [0, "
+                f"{kinds.stop})"
+            )
+        learned = [x.positions == "learned" for x in self.attention_kinds]
+        if any(learned) and not all(learned):
+            raise ValueError("positions='learned' must be that of all kinds or of none")
+        size = self.rotary_size
+        if size is not None and size > self.head_dim:
+            raise ValueError(
+                f"rotary_size={size} must be at most head_dim={self.head_dim}"
+            )
+        if self.score_growth is not None and self.rope_scaling is None:
+            raise ValueError(f"score_growth={self.score_growth} needs rope_scaling")
+        if self.residual == "parallel" and self.experts is not None:
+            raise ValueError("residual='parallel' must be 'serial' with experts")
+
     def check_length(self, length: int, name: str) -> None:
         """Checks the length of sequences against the positions of the model.
 
@@ -257,8 +345,17 @@ class ModelConfig:
           name: name of the length in messages.
 
         Raises:
-          ValueError: positions are learned, and `length` exceeds their number.
+          ValueError: positions are learned, and `length` exceeds their number, or
+            factors of frequencies hold for shorter sequences only.
         """
+        for kind in self.rotary_kinds:
+            most = kind.rope_scaling.max_positions if kind.rope_scaling else None
+            if most is not None and length > most:
+                raise ValueError(
+                    f"{name}={length} must be at most {most}, up to which the model's "
+                    "short factors of rotary frequencies hold; without short_factor in "
+                    "config.json the long factors are used for all lengths"
+                )
         if length <= self.max_positions:
             return
         if self.positions == "learned":
@@ -284,16 +381,38 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of features of a query or key head that encode positions."""
+        """Number of features of a query or key head that are rotated in pairs."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def score_scale(self) -> float:
         """Factor on the products of queries and keys."""
-        scale = self.head_dim**-0.5
+        scale = self.attention_scale or self.head_dim**-0.5
         if self.rope_scaling is None:
             return scale
         return scale * self.rope_scaling.score_magnitude**2
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of attention, by the numbers of `attention_pattern`."""
+        names = [field.name for field in dataclasses.fields(AttentionKind)]
+        first = AttentionKind(**{name: getattr(self, name) for name in names})
+        return first, *self.other_attention
+
+    @property
+    def rotary_kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of attention with rotary positions."""
+        return tuple(x for x in self.attention_kinds if x.positions == "rope")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, None for all tokens."""
+        layers = range(self.num_layers)
+        return tuple(self.attention_kinds[self.kind_of(x)].window for x in layers)
+
+    def kind_of(self, layer: int) -> int:
+        """Returns the number of the kind of attention of a layer."""
+        return self.attention_pattern[layer % len(self.attention_pattern)]
 
     @property
     def ahead_config(self) -> "ModelConfig":

@@ -13,6 +13,7 @@ from jaxkv import validation
 from jaxkv.arrays import ArrayOrShape
 from jaxkv.memory import Pages, Rows
 from pallas_kernels.layered import Layer
+from pallas_kernels.online_softmax import ScoreTransform
 from pallas_kernels.paged_attention import StepPlan
 
 type Params = PyTree[ArrayOrShape]
@@ -89,12 +90,13 @@ def attend(
     """
     layout = pages.layout
     pages = layout.write(pages, layer, k, v, rows)
+    scoring = None if scale is None else ScoreTransform(scale)
     out = layout.attend(
         pages,
         layer,
         q,
         rows,
-        scale=scale,
+        scoring=scoring,
         window=window,
         numerics=numerics,
         plan=plan,

@@ -8,7 +8,7 @@ in]`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.models import moe, nonlinear, partition, rotary
-from jaxkv.models.config import LatentConfig, ModelConfig
+from jaxkv.models.config import AttentionKind, LatentConfig, ModelConfig
 from pallas_kernels import devices
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.online_softmax import ScoreTransform
 
 type Numerics = Literal["fast", "reproducible"]
 type Activations = Float[Array, "..."]
@@ -29,6 +30,18 @@ type Activations = Float[Array, "..."]
 type Table = Float[Array, "entries hidden"]
 type Function = Callable[[Activations, int], Activations]
 """A function of activations and the axis of the features."""
+
+
+class LayerAttention(NamedTuple):
+    """What attention takes from a layer besides its projection."""
+
+    index: int | Int[Array, ""]
+    """Number of the layer."""
+    kind: AttentionKind
+    """Its window and positions."""
+    scoring: ScoreTransform
+    """From products of queries and keys to scores."""
+
 
 ROW_TILE = 32
 """Rows of each product under `numerics="reproducible"`. On a CPU 16 make a step of one
@@ -273,28 +286,92 @@ class Linear(nnx.Module):
 class ExpertLinear(nnx.Module):
     """A matrix for every expert, `[experts, in, out]`, for grouped products."""
 
-    def __init__(self, *shape, axes, rngs, std=0.02, dtype=jnp.float32):
+    def __init__(self, *shape, axes, rngs, std=0.02, bias=False, dtype=jnp.float32):
         normal = rngs.params.normal(shape, dtype)
         self.weight = nnx.Param(normal * jnp.asarray(std, dtype), axes=axes)
+        zeros = jnp.zeros((shape[0], shape[2]), dtype)
+        self.bias = nnx.Param(zeros, axes=(axes[0], axes[2])) if bias else None
+
+    def __call__(
+        self,
+        x: Float[Array, "*experts rows inputs"],
+        sizes: Int[Array, " experts"] | None,
+        numerics: Numerics,
+        *,
+        share: float = 1.0,
+    ) -> Float[Array, "*experts rows outputs"]:
+        """Multiplies the rows of each expert, and adds `share` times its bias.
+
+        Rows and `sizes` are those of `Mixture.answer`.
+        """
+        weight = self.weight[...]
+        if sizes is None:
+            y = jnp.einsum("erh,ehw->erw", x, weight)
+        else:
+            y = grouped_matmul(x, weight, group_sizes=sizes, numerics=numerics)
+        if self.bias is None:
+            return y
+        bias = self.bias[...] * jnp.asarray(share, y.dtype)
+        if sizes is None:
+            return y + bias[:, None]
+        ends = jnp.cumsum(sizes, dtype=jnp.int32)
+        rows = jnp.arange(len(x), dtype=jnp.int32)
+        expert = jnp.sum(rows[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+        return y + bias.at[expert].get(mode="clip")
+
+
+class Vector(nnx.Module):
+    """A parameter of one axis, 0 at first."""
+
+    def __init__(self, size, *, axis, dtype):
+        self.bias = nnx.Param(jnp.zeros((size,), dtype), axes=(axis,))
 
 
 class Norm(nnx.Module):
     """A norm over the features, see `nonlinear.norm`."""
 
     def __init__(self, size, config: ModelConfig, *, kind, dtype=jnp.float32):
-        self.scale = nnx.Param(jnp.ones((size,), dtype), axes=(None,))
-        has_bias = nonlinear.NORMS[kind].has_bias
-        self.bias = (
-            nnx.Param(jnp.zeros((size,), dtype), axes=(None,)) if has_bias else None
-        )
+        form = nonlinear.NORMS[kind]
+        one = jnp.full((size,), 1 - form.offset, dtype)
+        zero = jnp.zeros((size,), dtype)
+        self.scale = nnx.Param(one, axes=(None,)) if form.has_scale else None
+        self.bias = nnx.Param(zero, axes=(None,)) if form.has_bias else None
         self.kind = kind
         self.eps = config.norm_eps
 
     def __call__(self, x: Activations, axis: int) -> Activations:
         """Normalises every row."""
-        bias = None if self.bias is None else self.bias[...]
-        return nonlinear.norm(
-            x, self.scale[...], bias, kind=self.kind, eps=self.eps, axis=axis
+        scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
+        return nonlinear.norm(x, scale, bias, kind=self.kind, eps=self.eps, axis=axis)
+
+
+class HeadsNorm(nnx.Module):
+    """An RMS norm over all heads of a row, which devices may divide."""
+
+    def __init__(self, config: ModelConfig, heads_per_kv: int, *, dtype):
+        c = config
+        shape = c.num_kv_heads, heads_per_kv, c.head_dim
+        axes = "kv_heads", None, "head_dim"
+        one = jnp.full(shape, 1 - nonlinear.NORMS[c.norm].offset, dtype)
+        self.scale = nnx.Param(one, axes=axes)
+        self.config = c
+
+    def __call__(self, x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+        """Normalises heads, as the axes `kv_heads, heads, head_dim` up to `axis`."""
+        c = self.config
+        wide = x.astype(np.promote_types(x.dtype, np.float32))
+        total = jnp.sum(wide * wide, (axis - 2, axis - 1, axis), keepdims=True)
+        part = x.shape[axis - 2]
+        total = partition.sum_parts(total, part=part, full_size=c.num_kv_heads)
+        size = c.num_kv_heads * x.shape[axis - 1] * x.shape[axis]
+        y = wide * jax.lax.rsqrt(total / size + c.norm_eps)
+        scale = self.scale[...]
+        return nonlinear.scale_norm(
+            y,
+            scale,
+            kind=c.norm,
+            dtype=x.dtype,
+            along=lambda p: p if axis == -1 else p[..., None],
         )
 
 
@@ -316,12 +393,15 @@ class Mixture(nnx.Module):
             bias=x.gate_bias,
             bias_dtype=np.promote_types(dtype, np.float32),
         )
+        if x.router_bias:
+            self.logit_bias = Vector(x.num_experts, axis="experts", dtype=dtype)
         # Gate and up are one matrix, so that one product computes both.
         self.up = make_linear(
             x.num_experts,
             c.hidden_size,
             (1 + c.gated) * x.size,
             axes=("experts", "hidden", "mlp"),
+            bias=x.expert_bias,
         )
         self.down = make_linear(
             x.num_experts,
@@ -329,6 +409,7 @@ class Mixture(nnx.Module):
             c.hidden_size,
             axes=("experts", "mlp", "hidden"),
             std=_out_std(c),
+            bias=x.expert_bias,
         )
         if x.shared_size:
             self.shared_up, self.shared_down = _make_mlp(c, x.shared_size, make)
@@ -352,6 +433,9 @@ class Mixture(nnx.Module):
             x.astype(wide),
             precision=jax.lax.Precision.HIGHEST,
         )
+        if experts.router_bias:
+            shift = self.logit_bias.bias[...].astype(wide)
+            scores = scores + shift.reshape((1, -1) if axis == -1 else (-1, 1))
         bias = None if self.router.bias is None else self.router.bias[...].astype(wide)
         routing = moe.route(orientation.transpose(scores), experts, bias)
         gate = None
@@ -378,19 +462,17 @@ class Mixture(nnx.Module):
         Rows are sorted by expert, with the number of each in `sizes`; without `sizes`,
         experts have equal numbers of rows on an axis of their own.
         """
-        product: Callable[..., Array] = functools.partial(jnp.einsum, "erh,ehw->erw")
-        if sizes is not None:
-            product = functools.partial(
-                grouped_matmul, group_sizes=sizes, numerics=numerics
-            )
-        up = self.up.weight[...]
-        down = self.down.weight[...]
-        hidden = product(x.astype(up.dtype), up)
-        return product(nonlinear.activate(self.config, hidden, -1), down)
+        hidden = self.up(x.astype(self.up.weight[...].dtype), sizes, numerics)
+        hidden = nonlinear.activate(self.config, hidden, -1)
+        experts = self.config.experts
+        assert experts is not None
+        # Devices that divide an expert add up their outputs, and so their biases.
+        share = hidden.shape[-1] / experts.size
+        return self.down(hidden, sizes, numerics, share=share)
 
 
 class Layer(nnx.Module):
-    """Pre-norm attention, then an MLP or a mixture, added to the residual stream."""
+    """Attention, then an MLP or a mixture, added to the residual stream."""
 
     def __init__(
         self, config: ModelConfig, index: int, *, rngs, dtype, with_transposed=False
@@ -400,8 +482,12 @@ class Layer(nnx.Module):
             Linear, rngs=rngs, dtype=dtype, with_transposed=with_transposed
         )
         norm = functools.partial(Norm, c.hidden_size, c, kind=c.norm, dtype=dtype)
-        self.attention_norm = norm()
-        self.mlp_norm = norm()
+        is_before = c.norm_places != "after"
+        is_after = c.norm_places != "before"
+        self.attention_norm = norm() if is_before else None
+        self.mlp_norm = norm() if is_before else None
+        self.attention_out_norm = norm() if is_after else None
+        self.mlp_out_norm = norm() if is_after else None
         if c.latent is None:
             # Fused by KV head: queries of the group, key, value.
             self.qkv = make(
@@ -426,10 +512,17 @@ class Layer(nnx.Module):
             self.mixture = Mixture(c, rngs=rngs, dtype=dtype)
         else:
             self.up, self.down = _make_mlp(c, c.mlp_size, make)
-        if c.qk_norm:
+        if c.qk_norm and c.qk_norm_over == "head":
+            kind = "rms" if c.norm == "layer" else c.norm
             self.q_norm, self.k_norm = (
-                Norm(c.head_dim, c, kind="rms", dtype=dtype) for _ in range(2)
+                Norm(c.head_dim, c, kind=kind, dtype=dtype) for _ in range(2)
             )
+        elif c.qk_norm:
+            self.q_norm, self.k_norm = (
+                HeadsNorm(c, num, dtype=dtype) for num in (c.group_size, 1)
+            )
+        if c.sinks:
+            self.sinks = Vector(c.num_q_heads, axis="heads", dtype=dtype)
         self.config = config
 
     def _make_latent(self, config: ModelConfig, latent: LatentConfig, make, dtype):
@@ -480,7 +573,8 @@ class Layer(nnx.Module):
         """Returns the projection of every row that attention takes."""
         c = self.config
         o = orientation
-        x = self.attention_norm(x, o.axis)
+        if self.attention_norm is not None:
+            x = self.attention_norm(x, o.axis)
         if c.latent is not None:
             q, latent, key = o.expand(self._project_latent, x)
             q = o.split_heads(q, (-1, c.head_dim))
@@ -492,30 +586,51 @@ class Layer(nnx.Module):
             qkv = o.fuse(self.q_norm(q, o.axis), self.k_norm(k, o.axis), v)
         return qkv
 
-    def __call__(self, index, x, angles, attend, carry, orientation):
-        """Runs layer `index` on every row; `carry` is passed through `attend`."""
+    def __call__(self, index, kind, x, angles, attend, carry, orientation):
+        """Runs layer `index`, with a kind of attention, on every row.
+
+        `carry` is passed through `attend`.
+        """
         o = orientation
-        if self.config.latent is not None:
+        c = self.config
+        if c.latent is not None:
             projected = self._project(x, o)
         else:
             projected = o.map_tiles(self._project, x)
-        y, carry = attend(index, projected, angles, carry)
+        sinks = self.sinks.bias[...] if c.sinks else None
+        scoring = ScoreTransform(c.score_scale, c.score_cap, sinks=sinks)
+        layer = LayerAttention(index, kind, scoring)
+        y, carry = attend(layer, projected, angles, carry)
         y = o.join_heads(y).astype(x.dtype)
         if not self.is_mixture:
             return o.map_tiles(self._add_mlp, x, y), carry, None
-        x = x + self.out(y, o)
-        y, routing = self.mixture(self.mlp_norm(x, o.axis), o)
-        return x + y, carry, routing
+        x = x + self._leave(self.attention_out_norm, self.out(y, o), o)
+        y, routing = self.mixture(self._enter_mlp(x, o), o)
+        return x + self._leave(self.mlp_out_norm, y, o), carry, routing
 
     def _add_mlp(
         self, x: Activations, y: Activations, orientation: Orientation
     ) -> Activations:
-        """Adds the projected output of attention, then that of the MLP."""
+        """Adds the projected output of attention, and that of the MLP."""
         o = orientation
-        x = x + self.out(y, o)
+        before = x
+        x = x + self._leave(self.attention_out_norm, self.out(y, o), o)
         activate = functools.partial(nonlinear.activate, self.config)
-        hidden = o.expand(self.up, self.mlp_norm(x, o.axis), activate)
-        return x + self.down(hidden, o)
+        inputs = before if self.config.residual == "parallel" else x
+        hidden = o.expand(self.up, self._enter_mlp(inputs, o), activate)
+        return x + self._leave(self.mlp_out_norm, self.down(hidden, o), o)
+
+    def _enter_mlp(self, x: Activations, orientation: Orientation) -> Activations:
+        return x if self.mlp_norm is None else self.mlp_norm(x, orientation.axis)
+
+    def _leave(
+        self, norm: Norm | None, y: Activations, orientation: Orientation
+    ) -> Activations:
+        """Returns what is added to the residual stream."""
+        if norm is not None:
+            y = norm(y, orientation.axis)
+        scale = self.config.residual_scale
+        return y if scale == 1 else y * jnp.asarray(scale, y.dtype)
 
 
 def _make_mlp(config: ModelConfig, size: int, make) -> tuple[Linear, Linear]:

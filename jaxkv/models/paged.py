@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxkv.memory import (
     write_features,
 )
 from jaxkv.models import interface, rotary, row_parts, transformer
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import AttentionKind, ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import Numerics
 from pallas_kernels.page_ops import RotaryCosSin, query_rows
@@ -145,10 +145,10 @@ class PagedForward:
           Logits of `rows.logit_rows`, the updated pages, and the hidden states of the
           same rows.
         """
-        if (kin := rows.ancestors) is not None and self.config.window is not None:
+        windows = [x for x in self.config.windows if x is not None]
+        if (kin := rows.ancestors) is not None and windows:
             # With a larger window, places and positions exclude the same keys.
-            if self.config.window <= (num_drafts := kin.shape[1]):
-                window = self.config.window
+            if (window := min(windows)) <= (num_drafts := kin.shape[1]):
                 raise ValueError(f"{window=} must be above {num_drafts=} of a tree")
         model = transformer.merge(self.config, params)
         parts = row_parts.divide_rows(rows, self.numerics)
@@ -180,26 +180,52 @@ class PagedForward:
         """
         parts = row_parts.divide_rows(rows, self.numerics)
         dtype = model.embed.weight[...].dtype
-        sees: Any = {"window": self.config.window, "numerics": self.numerics}
+        config = self.config
         # Of this device.
-        num_q_heads = model.layers[0].out.weight.shape[-1] // self.config.value_dim
-        plan = pages.layout.plan(
-            pages, rows, num_q_heads=num_q_heads, dtype=dtype, **sees
-        )
-        run = self.attend or pages.layout.attend
-        sees["own_rows"] = parts.num > 1
-        sees["scale"] = self.config.score_scale
-        positions = jnp.maximum(rows.position, 0)
-        turned = rotary.angles(self.config, positions, dtype) if parts.num > 1 else None
+        num_q_heads = model.layers[0].out.weight.shape[-1] // config.value_dim
 
-        write = self._writer(pages, rows, plan, dtype)
+        def plan_for(window: int | None) -> StepPlan | None:
+            return pages.layout.plan(
+                pages,
+                rows,
+                num_q_heads=num_q_heads,
+                dtype=dtype,
+                window=window,
+                numerics=self.numerics,
+            )
+
+        plans = {window: plan_for(window) for window in dict.fromkeys(config.windows)}
+        run = self.attend or pages.layout.attend
+        positions = jnp.maximum(rows.position, 0)
+        kinds = config.attention_kinds
+        writers = {
+            kind: self._writer(pages, rows, plans.get(kind.window), dtype, kind)
+            for kind in kinds
+        }
+        turned = {
+            kind: rotary.angles(config, positions, dtype, attention=kind)
+            for kind in kinds
+            if parts.num > 1
+        }
 
         def attend(layer, qkv, angles, pages):
+            kind = layer.kind
             if parts.num > 1:  # every device encodes and writes all rows
                 qkv = rotary.map_row_arrays(parts.gather, qkv)
-                angles = turned
-            q, packed_q, pages = write(layer, qkv, angles, pages)
-            out = run(pages, layer, q, rows, packed_q=packed_q, plan=plan, **sees)
+                angles = turned[kind]
+            q, packed_q, pages = writers[kind](layer.index, qkv, angles, pages)
+            out = run(
+                pages,
+                layer.index,
+                q,
+                rows,
+                scoring=layer.scoring,
+                window=kind.window,
+                numerics=self.numerics,
+                packed_q=packed_q,
+                plan=plans[kind.window],
+                own_rows=parts.num > 1,
+            )
             if isinstance(qkv, rotary.LatentProjection):
                 return rotary.expand_mean_latents(qkv, out), pages
             by_head = *qkv[:, :-2].shape[:2], -1, out.shape[0]
@@ -223,6 +249,7 @@ class PagedForward:
         rows: Rows,
         plan: StepPlan | None,
         dtype: DTypeLike,
+        kind: AttentionKind,
     ) -> Callable:
         """Returns a function that encodes positions and writes K and V of a layer.
 
@@ -242,7 +269,8 @@ class PagedForward:
         heads = num_kv_heads, c.group_size + 2, c.head_dim
         qkv = jax.ShapeDtypeStruct((rows.position.shape[0], *heads), dtype)
         num_rows = rows.position.shape[0]
-        if c.positions != "rope" or not can_rotate_and_write(pages, qkv):
+        is_plain = kind.positions == "rope" and c.score_growth is None
+        if not is_plain or not can_rotate_and_write(pages, qkv):
 
             def rotate_then_write(layer, qkv, angles, pages):
                 q, k, v = (
@@ -255,10 +283,11 @@ class PagedForward:
         # Computed once per pass, for all layers.
         page, offset = memory.locate(rows, page_size=pages.page_size)
         row = query_rows(num_rows, num_kv_heads * c.group_size)
-        turned = rotary.angles(c, jnp.maximum(rows.position[row], 0), dtype)
+        position = jnp.maximum(rows.position[row], 0)
+        turned = rotary.angles(c, position, dtype, attention=kind)
         assert turned is not None
         shape = num_rows, num_kv_heads, c.group_size, -1
-        cos_sin = RotaryCosSin(*(x.T.reshape(shape) for x in turned))
+        cos_sin = RotaryCosSin(*(x.T.reshape(shape) for x in (turned.cos, turned.sin)))
 
         few = None if plan is None else plan.few
         places = page, offset, None if few is None else few.packing

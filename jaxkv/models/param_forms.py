@@ -4,6 +4,7 @@ Every function of this package that takes parameters accepts all forms.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,25 @@ def is_selection_bias(path: Sequence[object]) -> bool:
     return keys == ["router", "bias"]
 
 
-def layer_kinds(config: ModelConfig) -> list[range]:
-    """Returns ranges of layers with equal shapes: dense ones, then mixtures."""
-    dense = config.experts.num_dense_layers if config.experts else config.num_layers
-    both = range(dense), range(dense, config.num_layers)
-    return [kind for kind in both if kind]
+class LayerForm(NamedTuple):
+    """What the program of a layer depends on; layers of one form are one function."""
+
+    attention: int
+    """Number of its kind of attention."""
+    is_mixture: bool
+    """True if it has experts in place of an MLP."""
+
+
+def layer_form(config: ModelConfig, layer: int) -> LayerForm:
+    """Returns the form of a layer."""
+    return LayerForm(config.kind_of(layer), config.is_mixture(layer))
+
+
+def layer_runs(config: ModelConfig) -> list[range]:
+    """Returns the longest ranges of consecutive layers of one form."""
+    forms = [layer_form(config, layer) for layer in range(config.num_layers)]
+    starts = [i for i in range(len(forms)) if not i or forms[i] != forms[i - 1]]
+    return list(map(range, starts, [*starts[1:], len(forms)]))
 
 
 @validation.checks_numbers(index=0)
@@ -41,7 +56,7 @@ def index_leaves(
 
 def is_stacked(params: Params) -> bool:
     """Returns True if parameters have the form of `stack_layers`."""
-    return params["layers"][0]["attention_norm"]["scale"].ndim == 2
+    return params["layers"][0]["out"]["weight"].ndim == 3
 
 
 def stack_layers(config: ModelConfig, params: Params) -> Params:
@@ -58,13 +73,13 @@ def stack_layers(config: ModelConfig, params: Params) -> Params:
         freed: memory is needed twice while the caller keeps them.
 
     Returns:
-      The same tree with one entry in "layers" for each kind of layer, dense and
-      mixture, whose arrays have a leading axis of layers.
+      The same tree with one entry in "layers" for each run of layers of one form,
+      whose arrays have a leading axis of layers.
     """
     if is_stacked(params):
         return params
     stacked = {}
-    for number, kind in enumerate(layer_kinds(config)):
+    for number, kind in enumerate(layer_runs(config)):
         layers = [params["layers"][index] for index in kind]
         stacked[number] = jax.tree.map(lambda *x: jnp.stack(x), *layers)
     return {**params, "layers": stacked}
@@ -76,7 +91,7 @@ def unstack_layers(config: ModelConfig, params: Params) -> Params:
         return params
     layers = {
         index: index_leaves(params["layers"][number], place)
-        for number, kind in enumerate(layer_kinds(config))
+        for number, kind in enumerate(layer_runs(config))
         for place, index in enumerate(kind)
     }
     return {**params, "layers": layers}

@@ -16,29 +16,44 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.config import ModelConfig, RopeScaling
+from jaxkv.models.config import AttentionKind, ModelConfig, RopeScaling
 from pallas_kernels import devices
 
 
-def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[np.ndarray, " half"]:
+def frequencies(
+    config: ModelConfig, dtype: DTypeLike, attention: AttentionKind | None = None
+) -> Float[np.ndarray, " half"]:
     """Returns the rotary frequencies: radians per position of each pair of features.
 
-    They are constants of a program, in `dtype`, float32 or float64.
+    They are constants of a program, in `dtype`, float32 or float64; 0 for pairs beyond
+    `rotary_size`. They are those of a kind of attention; None means the first.
 
     Sources: Su et al. 2021, arXiv:2104.09864, equation 15; `RopeScaling`.
     """
+    attention = attention or config.attention_kinds[0]
     kind = np.dtype(dtype).type
-    size = config.rotary_dim
+    size = config.rotary_size or config.rotary_dim
     # Powers in float64 of exponents rounded as XLA rounds a division in `dtype`, for
     # equal bits.
     exponents = np.arange(0, size, 2, dtype=kind) * kind(1 / size)
-    plain = (1.0 / config.rope_theta ** exponents.astype(np.float64)).astype(kind)
-    if (s := config.rope_scaling) is None:
+    plain = (1.0 / attention.rope_theta ** exponents.astype(np.float64)).astype(kind)
+    scaled = _scale_frequencies(plain, attention, size)
+    return np.pad(scaled, (0, config.rotary_dim // 2 - len(scaled)))
+
+
+def _scale_frequencies(
+    plain: Float[np.ndarray, " half"], attention: AttentionKind, size: int
+) -> Float[np.ndarray, " half"]:
+    """Returns the frequencies of `size` features for longer contexts."""
+    if (s := attention.rope_scaling) is None:
         return plain
+    kind = plain.dtype.type
     if s.kind == "linear":
         return plain / kind(s.factor)
+    if s.kind == "longrope":
+        return plain / np.asarray(s.factors, kind)
     if s.kind == "yarn":
-        keep = _yarn_ramp(config, s, size).astype(kind)
+        keep = _yarn_ramp(attention.rope_theta, s, size).astype(kind)
         return plain * (keep + (kind(1) - keep) / kind(s.factor))
     turns = kind(s.original_max_positions) * plain / kind(2 * np.pi)
     span = kind(s.high_frequency_factor - s.low_frequency_factor)
@@ -47,7 +62,7 @@ def frequencies(config: ModelConfig, dtype: DTypeLike) -> Float[np.ndarray, " ha
 
 
 def _yarn_ramp(
-    config: ModelConfig, scaling: RopeScaling, size: int
+    theta: float, scaling: RopeScaling, size: int
 ) -> Float[np.ndarray, " half"]:
     """Returns the part of each frequency that "yarn" keeps, from 1 down to 0.
 
@@ -58,7 +73,7 @@ def _yarn_ramp(
     def pair_of(turns: float) -> float:
         """Returns the pair with this number of turns over the original positions."""
         length = scaling.original_max_positions / (turns * 2 * math.pi)
-        return size * math.log(length) / (2 * math.log(config.rope_theta))
+        return size * math.log(length) / (2 * math.log(theta))
 
     first = pair_of(scaling.high_frequency_factor)
     last = pair_of(scaling.low_frequency_factor)
@@ -68,7 +83,7 @@ def _yarn_ramp(
     first = max(first, 0)
     last = min(last, size - 1)
     span = last - first or 0.001
-    return 1 - np.clip((np.arange(size // 2) - first) / span, 0, 1)
+    return 1 - np.clip((np.arange((size + 1) // 2) - first) / span, 0, 1)
 
 
 class LatentProjection(NamedTuple):
@@ -98,6 +113,8 @@ class Angles(NamedTuple):
 
     cos: Float[Array, "_ _"]
     sin: Float[Array, "_ _"]
+    q_scale: Float[Array, " rows"] | None = None
+    """Factor on each query, see `ModelConfig.score_growth`; None means 1."""
 
 
 def angles(
@@ -105,22 +122,33 @@ def angles(
     positions: Int[Array, " rows"],
     dtype: DTypeLike,
     axis: int = -2,
+    attention: AttentionKind | None = None,
 ) -> Angles | None:
     """Returns the rotary angles at these positions, in at least float32.
 
     None if positions are not rotary. The pairs of features are the first of
-    the two axes, or with `axis=-1` the last.
+    the two axes, or with `axis=-1` the last. They are those of a kind of attention;
+    None means the first.
     """
-    if config.positions != "rope":
+    attention = attention or config.attention_kinds[0]
+    if attention.positions != "rope":
         return None
     wide = np.promote_types(dtype, np.float32)
-    pace = frequencies(config, wide)
+    pace = frequencies(config, wide, attention)
     position = positions.astype(wide)
     turned = jnp.expand_dims(pace, -3 - axis) * jnp.expand_dims(position, axis)
-    unscaled_angles = Angles(jnp.cos(turned), jnp.sin(turned))
-    if (s := config.rope_scaling) is None or s.kind != "yarn":
-        return unscaled_angles
-    return Angles(*(x * jnp.asarray(s.magnitude, wide) for x in unscaled_angles))
+    cos = jnp.cos(turned)
+    sin = jnp.sin(turned)
+    q_scale = None
+    s = attention.rope_scaling
+    if s is not None and s.magnitude != 1:
+        # The pairs that do not turn are not scaled.
+        scale = np.where(pace != 0, s.magnitude, 1).astype(wide)
+        cos, sin = (x * jnp.expand_dims(scale, -3 - axis) for x in (cos, sin))
+    if s is not None and config.score_growth is not None:
+        turns = jnp.floor(position / s.original_max_positions)
+        q_scale = 1 + jnp.asarray(config.score_growth, wide) * jnp.log1p(turns)
+    return Angles(cos, sin, q_scale)
 
 
 def split_heads(
@@ -156,9 +184,20 @@ def split_and_rotate(
     k = qkv[:, -2]
     v = qkv[:, -1]
     if angles is not None:
-        q = rotate(q, *angles)
-        k = rotate(k, *angles)
+        q, k = rotate_pair(q, k, angles)
     return q, k, v
+
+
+def rotate_pair(
+    q: Float[Array, "..."], k: Float[Array, "..."], angles: Angles, axis: int = -2
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Rotates queries and keys, and scales queries by position; see `rotate`."""
+    q, k = (rotate(x, angles.cos, angles.sin, axis) for x in (q, k))
+    if (scale := angles.q_scale) is not None:
+        shape = [1] * q.ndim
+        shape[1 if axis == -1 else -1] = scale.shape[0]
+        q = q * scale.reshape(shape).astype(q.dtype)
+    return q, k
 
 
 def rotate(
@@ -188,9 +227,9 @@ def expand_latent(
     """
     q, latent, key, up = projection
     plain, turned = _split_features(q, q.shape[axis] - key.shape[axis], axis)
-    turned = rotate(turned, *angles, axis)
+    turned = rotate(turned, angles.cos, angles.sin, axis)
     # Otherwise gradients are summed over devices for each head.
-    key = devices.varying_like(rotate(key, *angles, axis), q)
+    key = devices.varying_like(rotate(key, angles.cos, angles.sin, axis), q)
     key = jnp.expand_dims(key, axis - 1)
     dims = "hdc,cr->hdr" if axis == -2 else "bsc,hdc->bshd"
     operands = (up, latent) if axis == -2 else (latent, up)
@@ -212,8 +251,9 @@ def absorb_latent(
     q, latent, key, up = projection
     plain, turned = _split_features(q, q.shape[-2] - key.shape[-2], -2)
     plain = jnp.einsum("hdc,hdr->hcr", up[:, : plain.shape[-2]], plain)
-    queries = jnp.concatenate([plain, rotate(turned, *angles)], axis=-2)
-    row = jnp.concatenate([latent, rotate(key, *angles)])
+    turned, key = (rotate(x, angles.cos, angles.sin) for x in (turned, key))
+    queries = jnp.concatenate([plain, turned], axis=-2)
+    row = jnp.concatenate([latent, key])
     return queries.transpose(2, 0, 1), row.T[:, None]
 
 

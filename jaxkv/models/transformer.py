@@ -20,12 +20,13 @@ from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
 from jaxkv import validation
 from jaxkv.arrays import ArrayOrShape
-from jaxkv.models import initialization, moe, param_forms, rotary
+from jaxkv.models import initialization, moe, nonlinear, param_forms, rotary
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import (
     Activations,
     Layer,
+    LayerAttention,
     Linear,
     Norm,
     Numerics,
@@ -34,7 +35,7 @@ from jaxkv.models.layers import (
 from pallas_kernels.flash_attention import flash_attention
 
 type Attend[C] = Callable[
-    [int | Int32[Array, ""], Any, rotary.Angles | None, C],
+    [LayerAttention, Any, rotary.Angles | None, C],
     tuple[Float[Array, "..."], C],
 ]
 """`attend(layer, qkv, angles, carry) -> (out, carry)`: the attention of a layer.
@@ -142,7 +143,7 @@ class Transformer(nnx.Module):
                 c.hidden_size,
                 axes=(None, "hidden"),
             )
-        firsts = [kind.start for kind in param_forms.layer_kinds(c)]
+        firsts = [layers.start for layers in param_forms.layer_runs(c)]
         wanted = firsts if scanned else range(c.num_layers)
         layer = functools.partial(
             Layer, rngs=rngs, dtype=dtype, with_transposed=with_transposed
@@ -218,10 +219,19 @@ class Transformer(nnx.Module):
         x = inputs
         if x is None:
             x = orientation.embed(self.embed.weight[...], tokens, c.vocab_size)
+            x = self._scale_embeddings(x, orientation.axis)
         if c.positions != "learned":
             return x
         table = self.embed_positions.weight[...]
         return x + orientation.look_up_positions(table, positions + c.position_offset)
+
+    def _scale_embeddings(self, x: Activations, axis: int) -> Activations:
+        c = self.config
+        if c.embed_scale != 1:
+            x = x * jnp.asarray(c.embed_scale, x.dtype)
+        if c.embed_norm:
+            x = nonlinear.norm(x, None, kind="rms_plain", eps=c.norm_eps, axis=axis)
+        return x
 
     def run(
         self,
@@ -243,19 +253,32 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: `only` is set, and the layers are stacked.
         """
-        angles = rotary.angles(self.config, positions, x.dtype, orientation.axis)
+        angles_by_kind = [
+            rotary.angles(self.config, positions, x.dtype, orientation.axis, kind)
+            for kind in self.config.attention_kinds
+        ]
 
         def _run_layer(
             graph: Any,
+            kind: int,
             carried: _Carried,
             indexed_weights: tuple[Array, PyTree[Array]],
         ) -> tuple[_Carried, moe.Routing | None]:
             """Runs one layer of a kind, with its number and its weights."""
             (index, weights), (x, carry) = indexed_weights, carried
             layer = nnx.merge(graph, weights)
+            attention = self.config.attention_kinds[kind]
             with jax.named_scope("layer"):
                 x = orientation.arrange(x)
-                x, carry, routing = layer(index, x, angles, attend, carry, orientation)
+                x, carry, routing = layer(
+                    index,
+                    attention,
+                    x,
+                    angles_by_kind[kind],
+                    attend,
+                    carry,
+                    orientation,
+                )
             return (x, carry), routing
 
         if not self.scanned:
@@ -274,14 +297,18 @@ class Transformer(nnx.Module):
         """Runs one layer after another; layers of a kind are calls of one function."""
         routings = []
         before = []
-        for kind in param_forms.layer_kinds(self.config):
-            graph, _ = nnx.split(self.layers[kind.start])
-            one = jax.jit(functools.partial(run, graph))
-            for index in kind if only is None else [i for i in kind if i in only]:
-                _, weights = nnx.split(self.layers[index])
-                before.append(x)
-                (x, carry), routing = one((x, carry), (jnp.int32(index), weights))
-                routings += [] if routing is None else [routing]
+        functions: dict[param_forms.LayerForm, Callable] = {}
+        layers = range(self.config.num_layers)
+        for index in layers if only is None else [i for i in layers if i in only]:
+            form = param_forms.layer_form(self.config, index)
+            graph, weights = nnx.split(self.layers[index])
+            if form not in functions:
+                functions[form] = jax.jit(functools.partial(run, graph, form.attention))
+            before.append(x)
+            (x, carry), routing = functions[form](
+                (x, carry), (jnp.int32(index), weights)
+            )
+            routings += [] if routing is None else [routing]
         return States(x, carry, routings, before)
 
     def _scan(
@@ -290,27 +317,29 @@ class Transformer(nnx.Module):
         """Runs all layers of a kind as one loop, which compiles as one layer."""
         routings = []
         before = []
-        for kind, layer in zip(
-            param_forms.layer_kinds(self.config), self.layers, strict=True
+        for layers, layer in zip(
+            param_forms.layer_runs(self.config), self.layers, strict=True
         ):
             graph, weights = nnx.split(layer)
+            form = param_forms.layer_form(self.config, layers.start)
 
             def one(
                 carried: _Carried,
                 indexed_weights: tuple[Array, PyTree[Array]],
                 graph: Any = graph,
+                kind: int = form.attention,
             ) -> tuple[_Carried, tuple[moe.Routing | None, Array | None]]:
-                new, routing = run(graph, carried, indexed_weights)
+                new, routing = run(graph, kind, carried, indexed_weights)
                 return new, (routing, carried[0] if tapped else None)
 
-            indices = jnp.arange(kind.start, kind.stop, dtype=jnp.int32)
+            indices = jnp.arange(layers.start, layers.stop, dtype=jnp.int32)
             with jax.named_scope("layers"):
                 (x, carry), layer_routings = jax.lax.scan(
                     one, (x, carry), (indices, weights)
                 )
             every = [
                 param_forms.index_leaves(layer_routings, number)
-                for number in range(len(kind))
+                for number in range(len(layers))
             ]
             routings += [routing for routing, _ in every if routing is not None]
             before += [state for _, state in every]
@@ -322,7 +351,12 @@ class Transformer(nnx.Module):
         """Returns next-token logits in float32 (float64 if the weights are)."""
         c = self.config
         table = self.embed if c.tie_embeddings else self.head
-        return orientation.unembed(table.weight[...], hidden, c.vocab_size)
+        logits = orientation.unembed(table.weight[...], hidden, c.vocab_size)
+        if c.logit_scale != 1:
+            logits = logits * c.logit_scale
+        if c.logit_cap is not None:
+            logits = c.logit_cap * jnp.tanh(logits / c.logit_cap)
+        return logits
 
 
 def _split(
@@ -512,7 +546,16 @@ def run_sequences(
         q, k, v = (
             x.reshape(-1, x.shape[-2], batch, seq).transpose(2, 3, 0, 1) for x in split
         )
-        y, _ = flash_attention(q, k, v, window=config.window, scale=config.score_scale)
+        scoring = layer.scoring
+        y, _ = flash_attention(
+            q,
+            k,
+            v,
+            window=layer.kind.window,
+            scale=scoring.scale,
+            softcap=scoring.softcap,
+            sinks=scoring.sinks,
+        )
         y = y.transpose(2, 3, 0, 1)
         return y.reshape(len(split[1]), -1, config.value_dim, batch * seq), carry
 

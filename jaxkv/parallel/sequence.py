@@ -103,20 +103,27 @@ def ring_attention(
     degree: int,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
 ) -> Outputs:
     """Computes causal ring attention in zigzag order.
 
     Keys and values are sent around the ring of devices. The gradient sends them around
     once more together with their gradients, which take one more hop to return to their
-    devices. A `scale` of None means head_dim ** -0.5.
+    devices. A `scale` of None means head_dim ** -0.5; `softcap` and `sinks` are those
+    of `flash_attention`.
 
     Raises:
-      ValueError: `window` is set with more than one device.
+      ValueError: `window`, `softcap` or `sinks` is set with more than one device.
     """
     if degree == 1:
-        return flash_attention(q, k, v, window=window, scale=scale)[0]
-    if window is not None:
-        raise ValueError(f"{window=} must be None in a ring of {degree=}")
+        return flash_attention(
+            q, k, v, window=window, scale=scale, softcap=softcap, sinks=sinks
+        )[0]
+    if window is not None or softcap is not None or sinks is not None:
+        raise ValueError(
+            f"{window=}, {softcap=} and sinks must be None in a ring of {degree=}"
+        )
     return _ring(q, k, v, degree, scale)
 
 

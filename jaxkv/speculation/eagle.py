@@ -30,6 +30,7 @@ from jaxkv.models import (
     BY_COLUMNS,
     SHARED_PARAMS,
     Angles,
+    LayerAttention,
     ModelConfig,
     PagedForward,
     Params,
@@ -350,7 +351,7 @@ def unroll_drafts(
         before = states.reshape(batch, seq, -1)[:, :-1]
         before = jnp.pad(before, ((0, 0), (1, 0), (0, 0))).reshape(batch * seq, -1)
         x = make_layer_inputs(params, target, tokens.reshape(-1), before, config=config)
-        attend = functools.partial(_attend, config=config.layer, shape=(batch, seq))
+        attend = functools.partial(_attend, shape=(batch, seq))
         run = model.hidden(tokens.reshape(-1), positions, attend, keys, inputs=x)
         states = run.last.T
         keys = run.carry
@@ -359,12 +360,11 @@ def unroll_drafts(
 
 
 def _attend(
-    _: Array | int,
+    layer: LayerAttention,
     qkv: PyTree[Array],
     angles: Angles | None,
     keys: tuple[tuple[Array, Array], ...],
     *,
-    config: ModelConfig,
     shape: tuple[int, int],
 ) -> tuple[
     Float[Array, "kv_heads group value_dim rows"], tuple[tuple[Array, Array], ...]
@@ -377,7 +377,7 @@ def _attend(
     keys = (*keys, (k, v))
     place = jnp.arange(seq, dtype=jnp.int32)
     back = place[:, None] - place[None, :]
-    window = seq if config.window is None else config.window
+    window = layer.kind.window or seq
     is_visible = (back >= step) & (back < window)
     scores = jnp.einsum("kgdbq,kdbs->kgbqs", q, keys[0][0])
     scores = [jnp.where(is_visible, scores, -jnp.inf)]
@@ -387,7 +387,7 @@ def _attend(
     for age, (key, _) in aged:
         one = jnp.einsum("kgdbq,kdbq->kgbq", q, jnp.roll(key, age, axis=-1))
         scores.append(one[..., None])
-    scale = jnp.asarray(config.score_scale, q.dtype)
+    scale = jnp.asarray(layer.scoring.scale, q.dtype)
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * scale, axis=-1)
     out = jnp.einsum("kgbqs,kdbs->kgdbq", weights[..., :seq], keys[0][1])
     for index, (age, (_, value)) in enumerate(aged):

@@ -11,6 +11,7 @@ from typing import (
     Any,
     Literal,
     NamedTuple,
+    Union,
     dataclass_transform,
     get_args,
     get_origin,
@@ -190,7 +191,7 @@ def _of_type(
     """Checks the value of a field by the field's type."""
     kind = getattr(kind, "__value__", kind)
     ending = ""
-    if isinstance(kind, types.UnionType):
+    if isinstance(kind, types.UnionType) or get_origin(kind) is Union:
         if value is None:
             return None
         (kind, _), ending = get_args(kind), " or None"
@@ -205,6 +206,9 @@ def _of_type(
         return integer(name, value, low=low, below=below, hint=hint)
     if get_origin(kind) is tuple and get_args(kind) == (int, ...):
         return integers(name, value, low=-INT32)
+    if get_origin(kind) is tuple:
+        entries = instance(name, value, tuple)
+        return tuple(_of_type(name, x, get_args(kind)[0], bounds) for x in entries)
     if get_origin(kind) is Callable:
         return instance(name, value, Callable)
     if kind is float:

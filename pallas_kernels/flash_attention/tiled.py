@@ -38,6 +38,7 @@ class _Sizes(NamedTuple):
     causal: bool
     window: int | None
     scale: float
+    softcap: float | None
     rows: int
     """Queries of a tile."""
     tile: int
@@ -58,6 +59,8 @@ def flash_attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
     tile: int = QUERY_TILE,
     implementation: FlashImplementation | None = None,
 ) -> tuple[
@@ -75,6 +78,8 @@ def flash_attention(
       window: number of latest keys of a query, its own included, at least 1; None
         means all. Needs `causal`.
       scale: factor on the scores; None means head_dim ** -0.5.
+      softcap: bound c of the scaled scores s, as c tanh(s / c); None means no bound.
+      sinks: score of one more key with value 0 for each query head; None means none.
       tile: keys of a tile, and at most as many queries, at least 1; used by the
         reference only.
       implementation: None, or the name of a required one. "cudnn" needs a GPU,
@@ -107,6 +112,7 @@ def flash_attention(
         causal=causal,
         window=window,
         scale=head_dim**-0.5 if scale is None else scale,
+        softcap=softcap,
         rows=min(tile, max(q.shape[1], 1)),
         tile=tile,
     )
@@ -115,9 +121,14 @@ def flash_attention(
         raise ValueError(f"{implementation=} must be None, 'reference' or 'cudnn'")
     if implementation == "cudnn" and reason:
         raise ValueError(f"implementation='cudnn': {reason}; 'reference' takes it")
-    if implementation == "cudnn" or (implementation is None and not reason):
-        return _attend_cudnn(q, k, v, sizes)
-    return _attend_tiles(q, k, v, sizes)
+    is_cudnn = implementation == "cudnn" or (implementation is None and not reason)
+    run = _attend_cudnn if is_cudnn else _attend_tiles
+    out, lse = run(q, k, v, sizes)
+    if sinks is None:
+        return out, lse
+    sinks = sinks.astype(lse.dtype)
+    share = jax.nn.sigmoid(lse - sinks)[..., None]
+    return out * share.astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
 def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, Array]:
@@ -127,7 +138,8 @@ def _attend_tiles(q: Array, k: Array, v: Array, sizes: _Sizes) -> tuple[Array, A
     # Heads first: a tile's products are then one matrix product a KV head.
     q = q.reshape(*q.shape[:2], kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
-    if max(sizes.num_queries, sizes.num_keys) <= sizes.tile:
+    is_small = max(sizes.num_queries, sizes.num_keys) <= sizes.tile
+    if is_small and sizes.softcap is None:
         query = jnp.arange(sizes.num_queries, dtype=jnp.int32)[:, None]
         key = jnp.arange(sizes.num_keys, dtype=jnp.int32)[None, :]
         out, lse = single_tile.attend_single_tile(
@@ -190,6 +202,8 @@ _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn, symbolic_zeros=True)
 def _not_cudnn(q: Array, v: Array, sizes: _Sizes) -> str:
     """Returns why cuDNN does not support a call, or an empty string if it does."""
     target = devices.current_target()
+    if sizes.softcap is not None:
+        return "the scores have a bound"
     if target.platform != "gpu":
         return f"the device is a {target.platform}, not a GPU"
     if target.capability and float(target.capability) < 8:
@@ -282,6 +296,8 @@ def _backward(
                 "bhgqd,bhkd->bhgqk", d_o, values, preferred_element_type=wide
             )
             d_s = weights * (d_w - _cut(delta, index, 3, sizes.rows)[..., None])
+            if sizes.softcap is not None:  # the derivative of the bound
+                d_s = d_s * (1 - jnp.square(scores / sizes.softcap))
             d_s = (d_s * jnp.asarray(sizes.scale, wide)).astype(q.dtype)
             d_v += jnp.einsum(
                 "bhgqk,bhgqd->bhkd",
@@ -336,7 +352,10 @@ def _scores(
     query = index * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)[:, None]
     key = other * sizes.tile + jnp.arange(sizes.tile, dtype=jnp.int32)[None, :]
     mask = _visible_pairs(query, key, sizes)[None, None, None]
-    return scores * jnp.asarray(sizes.scale, wide), mask
+    scores = scores * jnp.asarray(sizes.scale, wide)
+    if sizes.softcap is not None:
+        scores = sizes.softcap * jnp.tanh(scores / sizes.softcap)
+    return scores, mask
 
 
 def _visible_pairs(query: Array, key: Array, sizes: _Sizes) -> Array:

@@ -174,8 +174,12 @@ def _attention(model: ModelShape) -> Iterable[Weight]:
             yield plain("key and value bias", "2 m d", 2 * m * d, split="kv_heads")
         if a.out_bias:
             yield plain("output bias", "h", h)
-        if a.qk_norm:
+        if a.qk_norm and a.qk_norm_over == "layer":
+            yield plain("query and key norms", "(n + m) d", (n + m) * d, split="heads")
+        elif a.qk_norm and model.norm != "plain":
             yield plain("query and key norms", "2 d", 2 * d)
+        if a.sinks:
+            yield plain("sinks", "n", n, split="heads")
         return
     q_width = n * a.key_dim
     if (q := a.q_rank) is None:
@@ -240,6 +244,12 @@ def _experts(model: ModelShape) -> Iterable[Weight]:
     yield weight("router", "e h", e * h)
     if x.gate_bias:
         yield plain("routing correction", "e", e)
+    if x.router_bias:
+        yield plain("router bias", "e", e)
+    if x.expert_bias:
+        up = 1 + model.gated
+        size = up * x.size + h
+        yield plain("routed biases", f"{up} j + h", size, **{**routed, "applied": 0})
     if size := x.shared_size:
         yield weight("shared", f"{matrices} h js", matrices * h * size, split="mlp")
     if x.shared_gate:
@@ -247,6 +257,6 @@ def _experts(model: ModelShape) -> Iterable[Weight]:
 
 
 def _norms(model: ModelShape, name: str, count: int, place: Place) -> Weight:
-    vectors = count * (2 if model.norm == "layer" else 1)
+    vectors = count * {"layer": 2, "rms": 1, "plain": 0}[model.norm]
     formula = "h" if vectors == 1 else f"{vectors} h"
     return Weight("norms", name, formula, vectors * model.hidden_size, place)

@@ -28,7 +28,11 @@ class HeadAttention(ConfigRecord):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
-    """RMS norm over head_dim of every query and key (Qwen3, Gemma 3)."""
+    """RMS norm of queries and keys (Qwen3, Gemma 3)."""
+    qk_norm_over: Literal["head", "layer"] = "head"
+    """That norm is over head_dim of every head, or over all heads (OLMo 2)."""
+    sinks: bool = False
+    """True if each query head has a score without a key (gpt-oss)."""
     out_gate: bool = False
     """True if a product of the size of the queries' scales the outputs (Qwen3.5)."""
 
@@ -132,6 +136,10 @@ class MixtureShape(ConfigRecord):
     """FFN width of all shared experts together."""
     shared_gate: bool = False
     """True if a number per token, from h weights, scales the shared part (Qwen2)."""
+    router_bias: bool = False
+    """True if the router's logits have biases (gpt-oss)."""
+    expert_bias: bool = False
+    """True if the products of an expert have biases (gpt-oss)."""
     gate_bias: bool = False
     """True if routing adds a correction to each expert's score (DeepSeek-V3)."""
 
@@ -161,8 +169,9 @@ class ModelShape(ConfigRecord):
     experts: MixtureShape | None = None
     mixture_layers: tuple[bool, ...] = ()
     """Mask of the layers with experts; empty: all if there are experts, else none."""
-    norm: Literal["rms", "layer"] = "rms"
-    """Kind of norm; a layer norm has a bias in addition to its scale."""
+    norm: Literal["rms", "layer", "plain"] = "rms"
+    """Kind of norm; a layer norm has a bias in addition to its scale, and a plain one
+    has no weights."""
     norms_per_layer: PositiveInt = 2
     """Norms over the hidden size; 4 if the branches' outputs have norms (Gemma 2)."""
     position_rows: NonNegativeInt = 0
@@ -254,7 +263,10 @@ def describe_fields(fields: Mapping[str, Any]) -> ModelShape:
     if fields.get("positions") == "learned":
         rows = fields["max_positions"] + fields.get("position_offset", 0)
     recurrent = fields.get("recurrent")
+    norm = fields.get("norm", "rms")
     parts = {
+        "norm": {"rms_offset": "rms", "rms_plain": "plain"}.get(norm, norm),
+        "norms_per_layer": 4 if fields.get("norm_places") == "both" else 2,
         "experts": _build(MixtureShape, experts) if experts else None,
         "recurrent": _build(RecurrentShape, recurrent) if recurrent else None,
         "attention": _build(attention, fields),

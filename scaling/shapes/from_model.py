@@ -14,12 +14,14 @@ def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
     # Imports JAX, without which `jaxkv cost` starts.
     from jaxkv.models import NORMS
 
+    form = NORMS[config.norm]
+    norm = "layer" if form.has_bias else "rms" if form.has_scale else "rms_plain"
     parts = {
+        "norm": norm,
         "name": name or config.family,
         "experts": config.experts and vars(config.experts),
         "mixture_layers": tuple(map(config.is_mixture, range(config.num_layers))),
-        "norm": "layer" if NORMS[config.norm].has_bias else "rms",
-        "windows": (config.window,),
+        "windows": config.windows,
     }
     latent = {} if config.latent is None else vars(config.latent)
     return describe_fields({**vars(config), **latent, **parts})

@@ -29,8 +29,6 @@ from scaling.shapes.description import (
 )
 
 MAX_SIZE = 2**40
-MAX_LAYERS = 100_000
-"""Larger than in any model; layers are listed one by one."""
 
 # Fields that affect a count; the last three become fields of `MixtureShape`.
 _COUNTED_FIELDS = {
@@ -81,8 +79,7 @@ def describe_huggingface(raw: Mapping[str, object], *, name: str = "") -> ModelS
         keys=keys, implied={"max_positions": family.default_positions, **family.implied}
     )
     fields = read_fields(counted, raw, MAX_SIZE)
-    [layers_key] = [key for key, x in keys.items() if x.fields == ("num_layers",)]
-    num_layers = parse_size(layers_key, fields["num_layers"], high=MAX_LAYERS)
+    num_layers = fields["num_layers"]
     if experts := fields.get("experts"):
         fields["mixture_layers"] = _mixture_layers(family, raw, experts, num_layers)
         shared_size = experts.get("num_shared", 0) * experts["size"]
@@ -118,19 +115,18 @@ def _windows(
     layers = range(num_layers)
     first = 0
     stride = None
-    if rule in ("flagged", "off"):
+    if rule in ("flagged", "off", "listed", "nope"):
         flag = raw.get("use_sliding_window")
         if flag is None or not parse_flag("use_sliding_window", flag):
             return (None,)
-        first = _size(raw, "max_window_layers", 28, low=0)
+        first = 0 if rule == "nope" else _size(raw, "max_window_layers", 28, low=0)
     elif rule == "even":
         stride = 2
     elif rule == "pattern":
-        stride = _size(raw, "sliding_window_pattern", 6)
+        stride = _size(raw, "sliding_window_pattern", family.window_period)
     window = raw.get("sliding_window", family.default_window)  # null means no window
     if rule == "never" or window is None:
         return (None,)
-    window = parse_size("sliding_window", window, high=MAX_SIZE)
     kinds = raw.get("layer_types")
     if not isinstance(kinds, list):
         slides = [x >= first and (stride is None or (x + 1) % stride) for x in layers]
@@ -138,6 +134,9 @@ def _windows(
         raise ValueError(f"layer_types has {len(kinds)} entries, not {num_layers}")
     else:
         slides = [kind == "sliding_attention" for kind in kinds]
+    if not any(slides):
+        return (None,)
+    window = parse_size("sliding_window", window, high=MAX_SIZE)
     return tuple(window if has_window else None for has_window in slides)
 
 

@@ -28,6 +28,7 @@ from jaxkv.models import (
     Angles,
     Function,
     LatentProjection,
+    LayerAttention,
     Linear,
     Mixture,
     ModelConfig,
@@ -246,7 +247,7 @@ class RowOrientation(Orientation):
         return self.matmul(table, self.gather(x), dtype=wide)
 
     def attend[C](
-        self, _: object, qkv: Projected, angles: Angles | None, carry: C
+        self, layer: LayerAttention, qkv: Projected, angles: Angles | None, carry: C
     ) -> tuple[Float[Array, "batch seq heads value_dim"], C]:
         """Attends within each sequence: a `transformer.Attend`."""
         if isinstance(qkv, LatentProjection):
@@ -256,14 +257,18 @@ class RowOrientation(Orientation):
             split = isinstance(qkv, tuple)
             q, k, v = qkv if split else models.split_heads(qkv, self.axis)
             if angles is not None:
-                q, k = (models.rotate(x, *angles, self.axis) for x in (q, k))
+                q, k = models.rotate_pair(q, k, angles, self.axis)
         heads = [x.reshape(*self.shape, -1, x.shape[-1]) for x in (q, k, v)]
         attend = functools.partial(
             ring_attention,
             degree=self.layout.ring,
-            window=self.config.window,
-            scale=self.config.score_scale,
+            window=layer.kind.window,
+            scale=layer.scoring.scale,
+            softcap=layer.scoring.softcap,
+            sinks=layer.scoring.sinks,
         )
+        if layer.scoring.sinks is not None and self.layout.ulysses > 1:
+            raise ValueError(f"sinks need ulysses=1, not {self.layout.ulysses}")
         return ulysses_attention(*heads, attend, degree=self.layout.ulysses), carry
 
     def auxiliary(

@@ -7,8 +7,7 @@ CPU:
 * `ids` [2, 24] and their `logits` [2, 24, vocab] of one full forward pass;
 * `prompt` and `greedy`, its 64 tokens of greedy decoding without stop tokens;
 * `margin`, the smallest difference between the two largest logits in the 64 steps;
-* `balance` [MoE layers], the load-balancing losses over `ids` (MoE models only, but
-  DeepSeek's).
+* `balance` [MoE layers], the load-balancing losses over `ids` (`BALANCED` only).
 
 `tokenized` also has a byte-level BPE tokenizer, trained on a few modules of the
 standard library, and `expected_text.json`: texts with their ids, and rendered chats.
@@ -67,6 +66,9 @@ LATENT = BASE | dict(
     moe_intermediate_size=12,
     first_k_dense_replace=1,
 )
+
+BALANCED = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Families whose load-balancing loss is that of Mixtral."""
 
 MIXTURE = BASE | dict(intermediate_size=24, num_experts_per_tok=2)
 
@@ -199,6 +201,7 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
             **ids,
             **eager,
         ),
+        **attention_kinds(),
         "sharded": llama(
             **BASE | dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True)
         ),
@@ -212,6 +215,103 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
                 bos_token_id=0,
                 eos_token_id=1,
             )
+        ),
+    }
+
+
+def attention_kinds() -> dict[str, transformers.PretrainedConfig]:
+    """Returns configurations of families with further kinds of layers."""
+    t = transformers
+    plain = dict(rope_type="default", rope_theta=10_000.0)
+    window = dict(sliding_window=6)
+    four = BASE | dict(num_hidden_layers=4)
+    experts = MIXTURE | dict(num_local_experts=6, head_dim=12)
+    yarn = dict(
+        rope_type="yarn",
+        rope_theta=10_000.0,
+        factor=4.0,
+        original_max_position_embeddings=16,
+    )
+    return {
+        # An odd number of rotary features: 12 * 0.25.
+        "gpt_neox": t.GPTNeoXConfig(
+            **BASE | dict(hidden_size=48, num_key_value_heads=None)
+        ),
+        "olmo2": t.Olmo2Config(**BASE, head_dim=10),
+        "olmo3": t.Olmo3Config(
+            **four,
+            **window,
+            rope_parameters=dict(full_attention=yarn, sliding_attention=plain),
+        ),
+        "gemma": t.GemmaConfig(**BASE, head_dim=10),
+        "gemma2": t.Gemma2Config(
+            **BASE,
+            **window,
+            head_dim=10,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=5.0,
+        ),
+        "gemma3": t.Gemma3TextConfig(
+            **four,
+            **window,
+            head_dim=10,
+            tie_word_embeddings=False,
+            query_pre_attn_scalar=12,
+            layer_types=[
+                "sliding_attention" if i != 2 else "full_attention" for i in range(4)
+            ],
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", rope_theta=1e6, factor=4.0),
+                sliding_attention=plain,
+            ),
+        ),
+        "smollm3": t.SmolLM3Config(**four, no_rope_layers=[1, 0, 1, 1]),
+        "granite": t.GraniteConfig(
+            **BASE,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.6,
+            logits_scaling=0.7,
+        ),
+        "glm4": t.Glm4Config(**BASE, head_dim=12),
+        "nanochat": t.NanoChatConfig(**BASE, final_logit_softcapping=5.0),
+        "phi3": t.Phi3Config(
+            **BASE,
+            original_max_position_embeddings=96,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=10_000.0,
+                short_factor=[1.0, 1.5, 2.0, 3.0],
+                long_factor=[1.0, 2.0, 4.0, 8.0],
+            ),
+        ),
+        "ministral3": t.Ministral3Config(
+            **BASE,
+            head_dim=12,
+            rope_parameters=yarn
+            | dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3),
+        ),
+        "glm4_moe": t.Glm4MoeConfig(
+            **MIXTURE,
+            head_dim=12,
+            n_routed_experts=8,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=12,
+            use_qk_norm=True,
+            attention_bias=True,
+            routed_scaling_factor=1.5,
+        ),
+        "minimax_m2": t.MiniMaxM2Config(
+            **experts,
+            rope_parameters=plain | dict(partial_rotary_factor=0.5),
+        ),
+        "gpt_oss": t.GptOssConfig(
+            **experts,
+            **window,
+            swiglu_limit=1.5,
+            rope_parameters=yarn | dict(truncate=False),
         ),
     }
 
@@ -287,7 +387,7 @@ def expected(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray] | None:
 def balance_losses(model: torch.nn.Module, ids: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the load-balancing loss of each MoE layer."""
     top_k = getattr(model.config, "num_experts_per_tok", None)
-    if top_k is None or model.config.model_type.startswith("deepseek"):
+    if top_k is None or model.config.model_type not in BALANCED:
         return {}
     with torch.no_grad():
         routers = model(torch.tensor(ids), output_router_logits=True).router_logits

@@ -6,13 +6,14 @@ model that loads computes the same as the original.
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxkv import validation
 from jaxkv.models.config import Experts, LatentConfig, ModelConfig
 from jaxkv.models.huggingface import harmless, positions, values
-from jaxkv.models.huggingface.families import FAMILIES, Family
+from jaxkv.models.huggingface.families import FAMILIES
+from jaxkv.models.huggingface.family import Family
 from jaxkv.models.huggingface.values import shorten
 
 # Activation -> Hugging Face's names of it; the first one is written.
@@ -21,7 +22,27 @@ ACTIVATION_NAMES = {
     "gelu": ("gelu",),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh"),
     "relu": ("relu",),
+    "relu_squared": ("relu2",),
 }
+
+
+_FIELD_FORMS: Mapping[str, Callable[[Any], Any]] = {
+    "same": lambda x: x,
+    "inverse": lambda x: 1 / x,
+    "inverse_root": lambda x: x**-0.5,
+    "parallel": lambda x: "parallel" if x else "serial",
+}
+_UNDONE: Mapping[str, Callable[[Any], Any]] = {
+    "same": lambda x: x,
+    "inverse": lambda x: round(1 / x, 9),
+    "inverse_root": lambda x: _whole(round(x**-2, 9)),
+    "parallel": lambda x: x == "parallel",
+}
+"""From values of keys to fields, and back, by `Key.form`."""
+
+
+def _whole(x: float) -> int | float:
+    return int(x) if x == int(x) else x
 
 
 def from_hf(raw: Mapping[str, object]) -> ModelConfig:
@@ -45,8 +66,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     # Keys and values that ask for other arithmetic are refused.
     read = frozenset()
     if is_rotary:
-        read = positions.ROPE_KEYS
-        has_switch = family.windows in ("flagged", "off")
+        read = positions.ROPE_KEYS | {*family.position_keys, *family.rope_aliases}
+        has_switch = family.windows in ("flagged", "off", "listed")
         if has_switch or settings.get("use_sliding_window") is False:
             read |= positions.WINDOW_KEYS
     if "quantization_config" in settings and _is_fp8(settings["quantization_config"]):
@@ -56,7 +77,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     fields = read_fields(family, raw)
     fields["family"] = name
     if is_rotary:
-        fields |= positions.read_positions(family, raw, fields["num_layers"])
+        width = fields["rope_dim"] if "kv_rank" in fields else fields["head_dim"]
+        fields |= positions.read_positions(family, raw, {**fields, "head_dim": width})
     if "kv_rank" in fields:
         latent = {
             field.name: fields.pop(field.name)
@@ -107,18 +129,21 @@ def read_fields(
       ValueError: a key is missing or invalid; the message has the key and its value.
     """
     result: dict[str, Any] = dict(family.implied)
-    for key, (names, default) in family.keys.items():
+    for key, (names, default, form) in family.keys.items():
         value = raw.get(key)
         # A null means "derived" if the field can be derived, else the default.
         if value is None and (key not in raw or names[0] not in family.derived):
             value = default
         if value is not None:
-            result |= dict.fromkeys(names, _checked(key, names[0], value, high))
+            checked = _checked(key, names[0], value, high)
+            result |= dict.fromkeys(names, _FIELD_FORMS[form](checked))
         elif names[0] not in result and names[0] not in family.derived:
             raise ValueError(f"{key} is missing")
     hidden = result["hidden_size"]
     heads = result["num_q_heads"]
     result.setdefault("mlp_size", 4 * hidden)
+    if "embed_scale" in family.derived:
+        result.setdefault("embed_scale", hidden**0.5)
     if "kv_rank" in result:  # latent attention: every head has its own key
         result.setdefault("q_rank", None)
     else:
@@ -143,7 +168,9 @@ def to_hf(config: ModelConfig) -> dict[str, object]:
       ValueError: the family cannot express a field; the message names the field.
     """
     family = FAMILIES[config.family]
-    written: dict[str, object] = {"activation": ACTIVATION_NAMES[config.activation][0]}
+    written: dict[str, object] = {}
+    if config.activation in ACTIVATION_NAMES:
+        written["activation"] = ACTIVATION_NAMES[config.activation][0]
     if (experts := config.experts) is not None:
         is_grouped = experts.num_groups > 1
         written |= {
@@ -165,8 +192,8 @@ def to_hf(config: ModelConfig) -> dict[str, object]:
         **{
             key: written[fields[0]]
             if fields[0] in written
-            else operator.attrgetter(fields[0])(config)
-            for key, (fields, _) in family.keys.items()
+            else _UNDONE[form](operator.attrgetter(fields[0])(config))
+            for key, (fields, _, form) in family.keys.items()
             if config.experts or not fields[0].startswith("experts.")
         },
         **family.only_served,
@@ -235,8 +262,8 @@ def _family_of(raw: Mapping[str, object]) -> str:
         names = {name: name for name in served}
     if not isinstance(architectures, str) or architectures not in names:
         raise ValueError(
-            f"architecture {shorten(architectures)} is not supported, only "
-            + ", ".join(family.architecture for family in served.values())
+            f"architecture {shorten(architectures)} is not supported, only those of "
+            + ", ".join(served)
         )
     if kind not in (None, names[architectures]):
         raise ValueError(

@@ -6,7 +6,7 @@ unsupported arithmetic. Nulls and empty values are ignored.
 
 from collections.abc import Mapping
 
-from jaxkv.models.huggingface.families import Family
+from jaxkv.models.huggingface.family import Family
 from jaxkv.models.huggingface.values import shorten
 
 HARMLESS_KEYS: Mapping[str, tuple[str, ...]] = {

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.models.config import ModelConfig, RopeScaling
-from jaxkv.models.huggingface.families import Family
+from jaxkv.models.config import AttentionKind, ModelConfig, RopeScaling
+from jaxkv.models.huggingface.family import Family
 from jaxkv.models.huggingface.values import (
     parse_flag,
     parse_positive_number,
@@ -27,11 +27,16 @@ ROPE_KEYS = frozenset(
         "layer_types",
         "sliding_window",
         "use_sliding_window",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
     )
 )
 """Keys that are read for families with rotary positions."""
 WINDOW_KEYS = frozenset(("sliding_window", "max_window_layers"))
 """Keys without effect if there is no window."""
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+"""Hugging Face's names of layers, without and with a window."""
 
 # Keys of `rope_scaling` and `rope_parameters`, by the kind.
 _OF_ALL_ROPE = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
@@ -42,14 +47,23 @@ _ROPE = {
     | {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL},
     "yarn": _OF_ALL_ROPE
     | {"factor", "beta_fast", "beta_slow", ORIGINAL}
-    | {"mscale", "mscale_all_dim", "attention_factor", "truncate"},
+    | {"mscale", "mscale_all_dim", "attention_factor", "truncate"}
+    | {"llama_4_scaling_beta", "max_position_embeddings"},
+    "longrope": _OF_ALL_ROPE
+    | {"factor", "short_factor", "long_factor", "attention_factor", ORIGINAL},
 }
+_GROWTH = "llama_4_scaling_beta"
 
 
 def read_positions(
-    family: Family, raw: Mapping[str, object], num_layers: int
-) -> Mapping[str, RopeScaling | float | int | None]:
-    """Reads rotary positions and the sliding window of a parsed `config.json`.
+    family: Family, raw: Mapping[str, object], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Reads rotary positions and the sliding windows of a parsed `config.json`.
+
+    Args:
+      family: entry of the family.
+      raw: the file, without aliases.
+      fields: fields that the other keys set.
 
     Returns:
       Fields of `ModelConfig`.
@@ -59,7 +73,67 @@ def read_positions(
         supported values.
     """
     settings = {key: value for key, value in raw.items() if value is not None}
-    # In `rope_scaling` (old) or `rope_parameters` (transformers 5).
+    for alias, key in family.rope_aliases.items():
+        if (value := settings.pop(alias, None)) is not None:
+            settings[key] = _agreed({alias: value, key: settings.get(key)})
+    if "rotary_dim" in family.position_keys and "rotary_dim" in settings:
+        size = parse_size("rotary_dim", settings["rotary_dim"])
+        settings.setdefault("partial_rotary_factor", size / fields["head_dim"])
+    windows = read_windows(family, raw, fields["num_layers"])
+    has_rope = _read_rotary_layers(family, settings, fields["num_layers"])
+    layers = [*zip(windows, has_rope, strict=True)]
+    by_type = _split_rope(family, settings)
+    kinds: dict[tuple[int | None, bool], AttentionKind] = {}
+    shares = set()
+    growth = set()
+    for window, rotary in layers:
+        if (window, rotary) in kinds:
+            continue
+        kind = SLIDING if window is not None and SLIDING in by_type else FULL
+        rope = by_type[kind]
+        kinds[window, rotary] = AttentionKind(
+            window=window,
+            positions="rope" if rotary else "none",
+            rope_theta=parse_positive_number("rope_theta", rope["rope_theta"]),
+            rope_scaling=_read_scaling(family, settings, rope),
+        )
+        shares.add(_read_share(family, rope, fields["head_dim"]))
+        growth.add(rope.get(_GROWTH))
+    if len(shares) > 1 or len(growth) > 1:
+        raise ValueError("rope_parameters must not differ in the rotary part of a head")
+    # Kind 0 has all tokens and positions, if a layer has.
+    order = sorted(kinds, key=lambda key: (key[0] is not None, not key[1]))
+    numbers = tuple(order.index(layer) for layer in layers)
+    first, *others = (kinds[key] for key in order)
+    [share] = shares
+    [beta] = growth
+    size = int(fields["head_dim"] * share)
+    return {
+        **vars(first),
+        "other_attention": tuple(others),
+        "attention_pattern": _period_of(numbers),
+        "rotary_size": None if size == fields["head_dim"] else size,
+        "score_growth": None if beta is None else parse_positive_number(_GROWTH, beta),
+    }
+
+
+def _period_of(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shortest pattern whose repetition begins with these numbers."""
+    size = len(numbers)
+    for period in range(1, size):
+        if all(numbers[i] == numbers[i % period] for i in range(size)):
+            return numbers[:period]
+    return numbers
+
+
+def _split_rope(
+    family: Family, settings: Mapping[str, object]
+) -> dict[str, dict[str, Any]]:
+    """Returns the rotary keys of each type of layers, with their theta.
+
+    They are in `rope_scaling` (old) or `rope_parameters` (transformers 5), or in the
+    file.
+    """
     rope_objects = {
         key: settings[key]
         for key in ("rope_scaling", "rope_parameters")
@@ -70,92 +144,249 @@ def read_positions(
         raise ValueError(
             f"{next(iter(rope_objects))}={shorten(rope)} must be an object"
         )
-    rope = {key: value for key, value in (rope or {}).items() if value is not None}
+    rope = rope or (None if "rope_theta" in settings else family.rope) or {}
+    local = {"rope_theta": settings.get("rope_local_base_freq", family.local_theta)}
+    names = {FULL, SLIDING} if family.local_theta else set()
+    if nested := {*rope} & names:
+        if {*rope} - names:
+            raise ValueError(
+                f"{shorten(min({*rope} - names))} is not supported in rope_parameters "
+                f"with {min(nested)}"
+            )
+        parts = {name: rope.get(name) or {} for name in names}
+    elif family.local_theta:
+        # Scaling concerns layers without a window.
+        if "rope_parameters" in rope_objects:
+            raise ValueError(
+                f"rope_parameters={shorten(rope)} must have {FULL} and {SLIDING}"
+            )
+        parts = {FULL: rope, SLIDING: {}}
+    else:
+        parts = {FULL: rope}
+    result = {}
+    for name, part in parts.items():
+        if not isinstance(part, Mapping) or any(
+            isinstance(value, Mapping) for value in part.values()
+        ):
+            raise ValueError(
+                f"rope_parameters={shorten(rope)}: rotary keys of each layer type are "
+                f"not supported for {family.architecture}"
+            )
+        keys = {key: value for key, value in part.items() if value is not None}
+        place = name if len(parts) > 1 else "the rotary object"
+        sources = {f"rope_theta of {place}": keys.get("rope_theta")}
+        if name == FULL:
+            sources["rope_theta"] = settings.get("rope_theta")
+        theta = _agreed(sources)
+        if theta is None:
+            theta = family.rope_theta if name == FULL else local["rope_theta"]
+        if "partial_rotary_factor" in settings:
+            key = "partial_rotary_factor"
+            share = _agreed({f"{key} of {place}": keys.get(key), key: settings[key]})
+            keys[key] = share
+        if len(parts) > 1 and keys.get("truncate") is False:
+            # transformers reads it outside of the layer types only.
+            raise ValueError(f"truncate=False is not supported in {name}, only true")
+        result[name] = {**keys, "rope_theta": theta}
+    return result
+
+
+def _read_share(family: Family, rope: Mapping[str, Any], head_dim: int) -> float:
+    """Returns the rotary part of a head."""
+    share = rope.get("partial_rotary_factor", family.rope_share)
+    share = parse_positive_number("partial_rotary_factor", share)
+    if share != 1 and not family.has_partial_rope:
+        raise ValueError(
+            f"partial_rotary_factor={shorten(share)} is not supported, only 1.0"
+        )
+    if share > 1 or int(head_dim * share) < 1:
+        raise ValueError(
+            f"partial_rotary_factor={share} must be at most 1, and at least "
+            f"1 / head_dim = {1 / head_dim:.3g}"
+        )
+    return share
+
+
+def _read_scaling(
+    family: Family, settings: Mapping[str, object], rope: Mapping[str, Any]
+) -> RopeScaling | None:
+    """Returns the scaling of a type of layers."""
     kind = _agreed({"rope_type": rope.get("rope_type"), "type": rope.get("type")})
     kind = "default" if kind is None else kind
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        kind = "one for each layer type"
-    # Implementations of other families differ in the factor on scores.
-    kinds = [name for name in _ROPE if name != "yarn" or "kv_lora_rank" in family.keys]
-    if not isinstance(kind, str) or kind not in kinds:
-        supported = ", ".join(kinds)
+    if kind in ("su", "yarn") and "longrope" in family.rope_kinds:
+        kind = "longrope"
+    if not isinstance(kind, str) or kind not in family.rope_kinds:
+        supported = ", ".join(family.rope_kinds)
         raise ValueError(
             f"rope_type={shorten(kind)} is not supported, only {supported}"
         )
-    given_original = {ORIGINAL: settings[ORIGINAL]} if ORIGINAL in settings else {}
-    for key, value in (rope | given_original).items():
+    for key, value in rope.items():
         if key not in _ROPE[kind]:
             raise ValueError(
                 f"{key}={shorten(value)} has no effect with rope_type={kind!r}"
             )
-
-    def from_either(key: str) -> object:
-        # The value in the rotary object, in the file, or in both if they agree.
-        rope_fields = {f"{key} of the rotary object": rope.get(key)}
-        return _agreed(rope_fields | {key: settings.get(key)})
-
-    part = from_either("partial_rotary_factor")
-    if part not in (None, 1):
-        raise ValueError(
-            f"partial_rotary_factor={shorten(part)} is not supported, only 1.0"
-        )
-    theta = from_either("rope_theta")
-    theta = parse_positive_number(
-        "rope_theta", family.rope_theta if theta is None else theta
-    )
-    scaling = None
-    if kind != "default":
-        factor = parse_positive_number("factor", rope.get("factor"))
-    if kind == "linear":
-        scaling = RopeScaling(kind="linear", factor=factor)
-    elif kind == "yarn":
-        scaling = _read_yarn(rope, factor, from_either(ORIGINAL))
-    elif kind == "llama3":
-        original = from_either(ORIGINAL)
-        if original is None:
-            original = settings.get("max_position_embeddings")
-        low, high = (
-            parse_positive_number(key, rope.get(key))
-            for key in ("low_freq_factor", "high_freq_factor")
-        )
-        if low >= high:
+    if kind == "default":
+        is_read = ORIGINAL not in settings or "longrope" in family.rope_kinds
+        if not is_read:
             raise ValueError(
-                f"low_freq_factor={low} must be below high_freq_factor={high}"
+                f"{ORIGINAL}={shorten(settings[ORIGINAL])} has no effect with "
+                "rope_type='default'"
             )
-        scaling = RopeScaling(
-            factor=factor,
-            low_frequency_factor=low,
-            high_frequency_factor=high,
-            original_max_positions=parse_size(ORIGINAL, original),
-        )
-    window = _read_window(family, raw, num_layers)
-    return {"rope_theta": theta, "rope_scaling": scaling, "window": window}
+        return None
+    original = _agreed(
+        {f"{ORIGINAL} of the rotary object": rope.get(ORIGINAL)}
+        | {ORIGINAL: settings.get(ORIGINAL)}
+    )
+    if kind == "longrope":
+        return _read_longrope(settings, rope, original)
+    factor = rope.get("factor")
+    positions = settings.get("max_position_embeddings")
+    if kind == "yarn" and factor is None and original is not None:
+        length = parse_size("max_position_embeddings", positions)
+        factor = length / parse_size(ORIGINAL, original)
+    factor = parse_positive_number("factor", factor)
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=factor)
+    if kind == "yarn":
+        has_latent = "kv_lora_rank" in family.keys
+        if original is None and not has_latent:
+            original = positions
+        return _read_yarn(rope, factor, original, has_latent=has_latent)
+    original = positions if original is None else original
+    low, high = (
+        parse_positive_number(key, rope.get(key))
+        for key in ("low_freq_factor", "high_freq_factor")
+    )
+    if low >= high:
+        raise ValueError(f"low_freq_factor={low} must be below high_freq_factor={high}")
+    return RopeScaling(
+        factor=factor,
+        low_frequency_factor=low,
+        high_frequency_factor=high,
+        original_max_positions=parse_size(ORIGINAL, original),
+    )
+
+
+def _read_longrope(
+    settings: Mapping[str, object], rope: Mapping[str, Any], original: object
+) -> RopeScaling:
+    """Reads the factors of sequences up to the original length, or the long ones.
+
+    Source: Ding et al. 2024, arXiv:2402.13753; the magnitude, Phi-3's `config.json`
+    and transformers.
+    """
+    positions = parse_size(
+        "max_position_embeddings", settings.get("max_position_embeddings")
+    )
+    original = parse_size(ORIGINAL, 4096 if original is None else original, low=2)
+    name = "short_factor" if "short_factor" in rope else "long_factor"
+    factors = rope.get(name)
+    if not isinstance(factors, list) or not factors:
+        raise ValueError(f"{name}={shorten(factors)} must be a list of numbers")
+    factor = rope.get("factor", positions / original)
+    factor = parse_positive_number("factor", factor)
+    magnitude = rope.get("attention_factor")
+    if magnitude is None:
+        growth = math.log(factor) / math.log(original)
+        magnitude = math.sqrt(1 + growth) if factor > 1 else 1.0
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_max_positions=original,
+        magnitude=parse_positive_number("attention_factor", magnitude),
+        factors=tuple(parse_positive_number(name, x) for x in factors),
+        max_positions=original if name == "short_factor" else None,
+    )
+
+
+def _read_rotary_layers(
+    family: Family, settings: Mapping[str, Any], num_layers: int
+) -> list[bool]:
+    """Returns the mask of the layers with rotary positions."""
+    if "no_rope_layers" not in family.position_keys:
+        return [True] * num_layers
+    period = parse_size(
+        "no_rope_layer_interval", settings.get("no_rope_layer_interval", 4)
+    )
+    mask = settings.get("no_rope_layers")
+    if mask is None:
+        return [bool((layer + 1) % period) for layer in range(num_layers)]
+    if not isinstance(mask, list) or any(x not in (0, 1) for x in mask):
+        raise ValueError(f"no_rope_layers={shorten(mask)} must be a list of 0 and 1")
+    if len(mask) != num_layers:
+        raise ValueError(f"no_rope_layers has {len(mask)} entries, not {num_layers}")
+    return [bool(x) for x in mask]
 
 
 def write_positions(family: Family, config: ModelConfig) -> dict[str, object]:
-    """Writes the keys that `read_positions` reads, with rotary keys in the older form.
+    """Writes the keys that `read_positions` reads.
 
-    Both versions of transformers read that form. `to_hf` reads the keys back, which
-    finds fields that they cannot express.
+    Rotary keys have the older form, which both versions of transformers read, unless
+    types of layers have keys of their own. `to_hf` reads the keys back, which finds
+    fields that they cannot express.
     """
-    raw: dict[str, object] = {"rope_theta": config.rope_theta}
-    raw["rope_scaling"] = None
-    if (scaling := config.rope_scaling) is not None:
-        raw["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "yarn":
-            raw["rope_scaling"] |= _write_yarn(scaling)
-        elif scaling.kind != "linear":
-            raw["rope_scaling"] |= {
-                "low_freq_factor": scaling.low_frequency_factor,
-                "high_freq_factor": scaling.high_frequency_factor,
-                ORIGINAL: scaling.original_max_positions,
-            }
-    if family.windows == "always":
-        raw["sliding_window"] = config.window
-    elif family.windows == "flagged" and config.window is not None:
-        raw |= {"use_sliding_window": True, "sliding_window": config.window}
-        raw["max_window_layers"] = 0
+    raw: dict[str, object] = {}
+    kinds = config.attention_kinds
+    if family.local_theta:
+        local = [kind for kind in kinds if kind.window is not None] or kinds
+        raw["rope_parameters"] = {
+            FULL: _write_rope(kinds[0], config),
+            SLIDING: _write_rope(local[0], config),
+        }
+    elif config.score_growth is not None or len(config.rotary_kinds) < len(kinds):
+        raw["rope_parameters"] = _write_rope(config.rotary_kinds[0], config)
+    else:
+        rope = _write_rope(kinds[0], config)
+        raw["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        if family.rope_kinds[-1] == "longrope" and raw["rope_scaling"]:
+            raw[ORIGINAL] = rope[ORIGINAL]
+    layers = range(config.num_layers)
+    if "no_rope_layers" in family.position_keys:
+        rotary = [kinds[config.kind_of(x)].positions == "rope" for x in layers]
+        raw["no_rope_layers"] = [int(x) for x in rotary]
+    windows = config.windows
+    sizes = {window for window in windows if window is not None}
+    has_types = family.windows in ("even", "pattern", "listed")
+    if has_types or len({*windows}) > 1:
+        raw["layer_types"] = [FULL if x is None else SLIDING for x in windows]
+    if family.windows in ("always", "even", "pattern"):
+        raw["sliding_window"] = min(sizes, default=None)
+    elif sizes and family.windows in ("flagged", "listed", "nope"):
+        raw |= {"use_sliding_window": True, "sliding_window": min(sizes)}
+        if family.windows == "flagged":
+            raw["max_window_layers"] = windows.index(min(sizes))
     return raw
+
+
+def _write_rope(kind: AttentionKind, config: ModelConfig) -> dict[str, object]:
+    """Returns the rotary keys of layers of a kind."""
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": kind.rope_theta}
+    if config.rotary_size is not None:
+        rope["partial_rotary_factor"] = config.rotary_size / config.head_dim
+    if config.score_growth is not None:
+        rope[_GROWTH] = config.score_growth
+    if (scaling := kind.rope_scaling) is None:
+        return rope
+    rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "yarn":
+        rope |= _write_yarn(scaling)
+    elif scaling.kind == "longrope":
+        name = "short_factor" if scaling.max_positions else "long_factor"
+        rope |= {
+            name: [*scaling.factors],
+            ORIGINAL: scaling.original_max_positions,
+            "attention_factor": scaling.magnitude,
+        }
+    elif scaling.kind != "linear":
+        rope |= {
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            ORIGINAL: scaling.original_max_positions,
+        }
+    return rope
 
 
 def _magnitude(factor: float, weight: float = 1.0) -> float:
@@ -168,9 +399,9 @@ def _magnitude(factor: float, weight: float = 1.0) -> float:
 
 
 def _read_yarn(
-    rope: Mapping[str, object], factor: float, original: object
+    rope: Mapping[str, object], factor: float, original: object, *, has_latent: bool
 ) -> RopeScaling:
-    """Reads yarn's keys.
+    """Reads yarn's keys; `mscale_all_dim` scales scores of latent attention only.
 
     Raises:
       ValueError: a value is invalid, or one for which DeepSeek's implementation and
@@ -206,6 +437,7 @@ def _read_yarn(
             for key, value in weights.items()
         )
         magnitude = score_scale / score_magnitude
+        score_magnitude = score_magnitude if has_latent else 1.0
     elif magnitude is None:
         magnitude = _magnitude(factor)
     return RopeScaling(
@@ -231,6 +463,8 @@ def _write_yarn(scaling: RopeScaling) -> dict[str, float]:
     if not s.truncate:
         raw["truncate"] = False
     if s.score_magnitude == 1:
+        if s.magnitude == 1 and s.factor > 1:
+            return raw | {"mscale": 1.0, "mscale_all_dim": 1.0}
         is_default = s.magnitude == _magnitude(s.factor)
         return raw if is_default else raw | {"attention_factor": s.magnitude}
     unit = _magnitude(s.factor) - 1 or math.inf
@@ -255,68 +489,77 @@ def _agreed(values: Mapping[str, object]) -> object:
     return next(iter(settings.values()), None)
 
 
-def _read_window(
-    family: Family, raw: Mapping[str, object], num_layers: int
-) -> int | None:
-    """Returns the sliding window if all layers have it, None if no layer has it.
+def read_windows(
+    family: Family, raw: Mapping[str, Any], num_layers: int
+) -> list[int | None]:
+    """Returns the sliding window of every layer, None for all tokens.
 
     Raises:
-      ValueError: only some layers have a window, or keys contradict each other.
+      ValueError: keys contradict each other, or the family has no window.
     """
     window = raw.get("sliding_window", family.default_window)  # a null is no window
     wanted = raw.get("use_sliding_window")
     wanted = None if wanted is None else parse_flag("use_sliding_window", wanted)
-    if family.windows in ("never", "off"):
+    rule = family.windows
+    is_listed = rule == "listed" and raw.get("layer_types") is not None
+    if rule in ("never", "off", "listed") and not (is_listed and wanted):
         if wanted:
             raise ValueError("use_sliding_window=True is not supported, only False")
-        if window is not None and wanted is None and family.windows == "never":
+        if window is not None and wanted is None and rule == "never":
             raise ValueError(
                 f"sliding_window={shorten(window)} is not supported, only null"
             )
         window = None
-    elif family.windows == "flagged":
+    elif rule in ("flagged", "nope", "listed"):
         window = window if wanted else None
     elif wanted is not None and wanted != (window is not None):
         raise ValueError(
             f"use_sliding_window={wanted} contradicts sliding_window={shorten(window)}"
         )
-    num_sliding = _num_sliding(family, raw, num_layers, window is not None)
-    if window is None or num_sliding == 0:
-        return None
-    if num_sliding != num_layers:
-        raise ValueError(
-            f"a sliding window in {num_sliding} of {num_layers} layers is not "
-            "supported, only in all of them or in none"
-        )
-    return parse_size("sliding_window", window)
+    slides = _read_sliding_layers(family, raw, num_layers, window is not None)
+    if window is None or not any(slides):
+        return [None] * num_layers
+    window = parse_size("sliding_window", window)
+    return [window if mask else None for mask in slides]
 
 
-def _num_sliding(
+def _read_sliding_layers(
     family: Family, raw: Mapping[str, Any], num_layers: int, has_window: bool
-) -> int:
-    """Returns the number of layers with a sliding window, if there is a window."""
-    first = raw.get("max_window_layers", 28) if family.windows == "flagged" else 0
+) -> list[bool]:
+    """Returns the mask of the layers with a sliding window, if there is a window."""
+    rule = family.windows
+    first = raw.get("max_window_layers", 28) if rule == "flagged" else 0
     if has_window and (type(first) is not int or first < 0):
         raise ValueError(f"max_window_layers={shorten(first)} must be a whole number")
     kinds = raw.get("layer_types")
+    layers = range(num_layers)
     if kinds is None:
-        return max(num_layers - first, 0) if has_window else 0
-    names = ("full_attention", "sliding_attention")
+        if not has_window:
+            return [False] * num_layers
+        if rule == "nope":
+            return [not mask for mask in _read_rotary_layers(family, raw, num_layers)]
+        period = family.window_period
+        for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+            if rule == "pattern" and raw.get(key) is not None:
+                period = parse_size(key, raw[key])
+        period = {"pattern": period, "even": 2}.get(rule)
+        return [x >= first and (period is None or (x + 1) % period > 0) for x in layers]
+    names = (FULL, SLIDING)
     if not isinstance(kinds, list) or any(kind not in names for kind in kinds):
         raise ValueError(
             f"layer_types={shorten(kinds)} must be a list of {' and '.join(names)}"
         )
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types names {len(kinds)} layers of {num_layers}")
-    num_sliding = kinds.count("sliding_attention")
+    num_sliding = kinds.count(SLIDING)
     if not has_window and num_sliding:
         raise ValueError(
-            f"layer_types names {num_sliding} layers of sliding_attention, but there "
+            f"layer_types names {num_sliding} layers of {SLIDING}, but there "
             "is no sliding window"
         )
-    if has_window and family.windows == "always" and num_sliding != num_layers:
+    if has_window and rule == "always" and num_sliding != num_layers:
         raise ValueError(
-            f"layer_types names {num_sliding} layers of sliding_attention, but "
+            f"layer_types names {num_sliding} layers of {SLIDING}, but "
             f"{family.architecture} has a sliding window in all {num_layers}"
         )
-    return num_sliding
+    return [kind == SLIDING for kind in kinds]

@@ -7,8 +7,8 @@ a folder mostly are not. `list_leaves` lists the tensors of every parameter;
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -16,12 +16,16 @@ import numpy as np
 from jaxkv.models import transformer
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.huggingface.families import FAMILIES
+from jaxkv.models.huggingface.family import Family
 
 # Buffers that older versions of transformers saved: constants, not weights.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 
 # Modules with one matrix per expert.
 EXPERT_MODULES = (".mixture.up", ".mixture.down")
+
+
+type ExpertForm = Literal["none", "apart", "stacked", "in_out", "alternating"]
 
 
 class Leaf(NamedTuple):
@@ -37,16 +41,17 @@ class Leaf(NamedTuple):
     """Shapes of the stored tensors."""
     is_transposed: bool
     """True if the tensors are stored `[in, out]`."""
-    interleaved: tuple[int, int] | None = None
-    """Rows of a head, and how many of them, the last ones, are rotary and interleaved
-    in the folder: see `_half_split`."""
+    head_order: tuple[int, ...] | None = None
+    """Stored row of each row of a head, if the order of rotary pairs differs; all heads
+    are alike, and values keep their order."""
+    experts: ExpertForm = "none"
+    """Tensors of experts: one `[out, in]` for each; one `[experts, out, in]`; one
+    `[experts, in, out]` or of biases `[experts, out]`; or such a one whose outputs
+    alternate between gate and up."""
+    is_by_head: bool = False
+    """True if query, key and value of each head follow each other in one tensor."""
     copies: tuple[str, ...] = ()
     """Names of further tensors equal to the only one; a folder may omit them."""
-
-    @property
-    def is_of_experts(self) -> bool:
-        """True for `[experts, in, out]`, joined from the experts' `[out, in]`."""
-        return _module(self.path) in EXPERT_MODULES
 
     def dtype_in(self, dtype: np.dtype) -> np.dtype:
         """Returns the parameter's dtype in a model of a dtype."""
@@ -54,9 +59,25 @@ class Leaf(NamedTuple):
         return np.promote_types(dtype, np.float32) if is_wide else dtype
 
 
-def list_leaves(config: ModelConfig) -> list[Leaf]:
-    """Lists every parameter of a model, with its tensors in folders of the family."""
+STACKED_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    ".mixture.router": (".mlp.gate",),
+    ".mixture.up.weight": (".mlp.experts.gate_up_proj",),
+    ".mixture.down.weight": (".mlp.experts.down_proj",),
+}
+"""Names of folders in the layout of transformers 5: one tensor for all experts."""
+
+
+def list_leaves(config: ModelConfig, *, is_stacked: bool = False) -> list[Leaf]:
+    """Lists every parameter of a model, with its tensors in folders of the family.
+
+    If `is_stacked`, the folder has the names of `STACKED_EXPERTS`.
+    """
     family = FAMILIES[config.family]
+    modules = dict(family.modules)
+    if is_stacked and ".mixture.up.weight" not in modules:
+        modules |= STACKED_EXPERTS
+        if ".block_sparse_moe.e_score_correction_bias" in sum(modules.values(), ()):
+            modules[".mixture.router.bias"] = (".mlp.e_score_correction_bias",)
     result = []
     for keys, spec in jax.tree_util.tree_leaves_with_path(
         transformer.param_shapes(config)
@@ -69,20 +90,19 @@ def list_leaves(config: ModelConfig) -> list[Leaf]:
             # Layers for multi-token prediction follow those of the model.
             first = config.num_layers if path[0] == "ahead" else 0
             prefix = family.layer.format(first + path[1])
-        if module not in family.modules:
+        if (whole := f"{module}.{kind}") in modules:
+            names = tuple(f"{prefix}{name}" for name in modules[whole])
+        elif module in modules:
+            suffix = "bias" if kind == "bias" else "weight"
+            names = tuple(f"{prefix}{name}.{suffix}" for name in modules[module])
+        else:
             raise ValueError(f"family={config.family!r} has no place for {module}")
-        suffix = "bias" if kind == "bias" else "weight"
-        if path[-2:] == ("router", "bias"):
-            suffix = "e_score_correction_bias"
-        names = tuple(f"{prefix}{name}.{suffix}" for name in family.modules[module])
         # Shapes `[out, ...]` of the tensors.
         *lead, width = spec.shape
         shapes = [(math.prod(lead), width) if lead else (width,)]
+        experts: ExpertForm = "none"
         if module in EXPERT_MODULES:
-            num_experts, width, columns = spec.shape
-            shapes = [(columns // len(names), width)] * len(names) * num_experts
-            every = range(num_experts)
-            names = tuple(name.format(x) for x in every for name in names)
+            names, shapes, experts = _expert_tensors(family, module, names, spec.shape)
         elif module in (".qkv", ".up", ".mixture.shared_up"):
             if module == ".qkv":
                 kv_heads, group_and_kv, head_dim, *tail_shape = spec.shape
@@ -94,14 +114,11 @@ def list_leaves(config: ModelConfig) -> list[Leaf]:
             if len(names) == 1:
                 row_counts = [sum(row_counts)]
             shapes = [(count, *tail_shape) for count in row_counts]
+        elif module in (".q_norm", ".k_norm"):
+            shapes = [(math.prod(spec.shape),)]
         is_transposed = family.is_conv1d and in_layer
         if is_transposed:
             shapes = [shape[::-1] for shape in shapes]
-        interleaved = None
-        if config.latent is not None and module in (".q", ".q_up", ".kv_down"):
-            rows = shapes[0][0] if module == ".kv_down" else config.head_dim
-            interleaved = rows, config.latent.rope_dim
-        copies = _list_copies(config, module)
         result.append(
             Leaf(
                 path,
@@ -109,11 +126,71 @@ def list_leaves(config: ModelConfig) -> list[Leaf]:
                 names,
                 tuple(shapes),
                 is_transposed,
-                interleaved,
-                copies,
+                _head_order(config, family, module, shapes),
+                experts,
+                module == ".qkv" and family.is_fused_by_head,
+                _list_copies(config, module),
             )
         )
     return result
+
+
+def _expert_tensors(
+    family: Family, module: str, names: tuple[str, ...], shape: tuple[int, ...]
+) -> tuple[tuple[str, ...], list[tuple[int, ...]], ExpertForm]:
+    """Returns names and shapes of the tensors of all experts, and their form."""
+    if "{}" in names[0]:
+        num_experts, width, columns = shape
+        every = range(num_experts)
+        names = tuple(name.format(x) for x in every for name in names)
+        return (
+            names,
+            [(columns * num_experts // len(names), width)] * len(names),
+            "apart",
+        )
+    if module in family.interleaved:
+        return names, [shape], "alternating"
+    if family.interleaved or len(shape) == 2:
+        return names, [shape], "in_out"
+    return names, [(shape[0], shape[2], shape[1])], "stacked"
+
+
+def _head_order(
+    config: ModelConfig,
+    family: Family,
+    module: str,
+    shapes: Sequence[tuple[int, ...]],
+) -> tuple[int, ...] | None:
+    """Returns the stored row of each row of a head, None for the same order.
+
+    Rotary pairs are features i and i + n of this package's heads, of 2 n features; the
+    pairs that turn are first. Any order gives the same scores, since queries and keys
+    share it.
+    """
+    if config.latent is not None:
+        if module not in (".q", ".q_up", ".kv_down"):
+            return None
+        rows = shapes[0][0] if module == ".kv_down" else config.head_dim
+        size = config.latent.rope_dim
+        first = range(rows - size)
+        pairs = range(rows - size, rows)
+        return (*first, *pairs[::2], *pairs[1::2])
+    if module not in (".qkv", ".q_norm", ".k_norm") or not config.rotary_kinds:
+        return None
+    num = -(-(config.rotary_size or config.head_dim) // 2)
+    rest = [*range(2 * num, config.head_dim)]
+    pairs = [*range(2 * num)]
+    if family.rope_order == "pairs":
+        low = pairs[::2]
+        high = pairs[1::2]
+    else:
+        low = pairs[:num]
+        high = pairs[num:]
+    if family.rope_order == "swapped":
+        low, high = high, low
+    half = len(rest) // 2
+    order = (*low, *rest[:half], *high, *rest[half:])
+    return None if order == (*range(config.head_dim),) else order
 
 
 def _module(path: tuple[str | int, ...]) -> str:
@@ -148,57 +225,72 @@ def _list_copies(config: ModelConfig, module: str) -> tuple[str, ...]:
 
 def join_tensors(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Joins the tensors of one parameter, whose shapes must be `leaf.shapes`."""
-    if leaf.is_of_experts:
+    if leaf.experts == "apart":
         num_experts, width, columns = leaf.shape
         matrix = np.stack(parts).reshape(num_experts, columns, width)
         return np.ascontiguousarray(matrix.swapaxes(1, 2))
+    if leaf.experts != "none":
+        [array] = parts
+        if leaf.experts == "stacked":
+            array = array.swapaxes(1, 2)
+        if leaf.experts == "alternating":
+            array = np.concatenate([array[..., ::2], array[..., 1::2]], -1)
+        return np.ascontiguousarray(array)
     rows = np.concatenate([part.T if leaf.is_transposed else part for part in parts])
-    if leaf.interleaved is not None:
-        rows = rows[_half_split(leaf)]
     if leaf.path[-2] != "qkv":
-        return rows.reshape(leaf.shape)
-    kv_heads, _, head_dim, *tail_shape = leaf.shape
-    num_k = kv_heads * head_dim
-    q, k, v = np.split(rows, [len(rows) - 2 * num_k, len(rows) - num_k])
-    heads = [part.reshape(kv_heads, -1, head_dim, *tail_shape) for part in (q, k, v)]
-    return np.concatenate(heads, axis=1)
+        return _reorder(rows, leaf.head_order).reshape(leaf.shape)
+    kv_heads, group_and_kv, head_dim, *tail_shape = leaf.shape
+    if leaf.is_by_head:
+        qk, v = np.split(rows.reshape(leaf.shape), [group_and_kv - 1], axis=1)
+    else:
+        num_k = kv_heads * head_dim
+        q, k, v = (
+            part.reshape(kv_heads, -1, head_dim, *tail_shape)
+            for part in np.split(rows, [len(rows) - 2 * num_k, len(rows) - num_k])
+        )
+        qk = np.concatenate([q, k], axis=1)
+    qk = _reorder(qk.reshape(-1, *tail_shape), leaf.head_order)
+    qk = qk.reshape(kv_heads, -1, head_dim, *tail_shape)
+    return np.concatenate([qk, v], axis=1)
 
 
 def split_parameter(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
     """Splits a parameter into its tensors; inverts `join_tensors`."""
-    if leaf.is_of_experts:
+    if leaf.experts == "apart":
         width = leaf.shape[1]
         rows = array.swapaxes(1, 2).reshape(len(leaf.names), -1, width)
         return list(rows)
-    rows = array
+    if leaf.experts == "stacked":
+        return [array.swapaxes(1, 2)]
+    if leaf.experts == "alternating":
+        return [np.stack(np.split(array, 2, -1), -1).reshape(array.shape)]
+    if leaf.experts == "in_out":
+        return [array]
+    plain = [shape[::-1] if leaf.is_transposed else shape for shape in leaf.shapes]
+    order = leaf.head_order
+    order = None if order is None else tuple(np.argsort(order).tolist())
     if leaf.path[-2] == "qkv":
         tail_shape = leaf.shape[3:]
-        q, k, v = np.split(array, [leaf.shape[1] - 2, leaf.shape[1] - 1], axis=1)
-        rows = np.concatenate([part.reshape(-1, *tail_shape) for part in (q, k, v)])
-    plain = [shape[::-1] if leaf.is_transposed else shape for shape in leaf.shapes]
+        qk, v = np.split(array, [leaf.shape[1] - 1], axis=1)
+        qk = _reorder(qk.reshape(-1, *tail_shape), order)
+        qk = qk.reshape(leaf.shape[0], -1, leaf.shape[2], *tail_shape)
+        heads = [np.concatenate([qk, v], axis=1)]
+        if not leaf.is_by_head:
+            heads = [qk[:, :-1], qk[:, -1:], v]
+        rows = np.concatenate([part.reshape(-1, *tail_shape) for part in heads])
+    else:
+        rows = _reorder(array.reshape(-1, *plain[0][1:]), order)
     ends = np.cumsum([shape[0] for shape in plain])
-    rows = rows.reshape(-1, *plain[0][1:])
-    if leaf.interleaved is not None:
-        stored = np.empty_like(rows)
-        stored[_half_split(leaf)] = rows
-        rows = stored
     parts = np.split(rows, ends[:-1])
     return [part.T if leaf.is_transposed else part for part in parts]
 
 
-def _half_split(leaf: Leaf) -> np.ndarray:
-    """Returns the stored row of each row of a parameter with rotary rows.
-
-    DeepSeek's folders have the two features of a rotary pair next to each other; this
-    package has all first features of the pairs, then all second ones. Both orders give
-    the same scores, since queries and keys share them.
-    """
-    assert leaf.interleaved is not None
-    head, rotary = leaf.interleaved
-    order = np.arange(head)
-    order[head - rotary :] = head - rotary + np.arange(rotary).reshape(-1, 2).T.ravel()
-    first = np.arange(0, leaf.shapes[0][0], head)
-    return (first[:, None] + order[None, :]).ravel()
+def _reorder(rows: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
+    """Takes the rows of each head in another order; None for the same."""
+    if order is None:
+        return rows
+    heads = rows.reshape(-1, len(order), *rows.shape[1:])
+    return heads[:, list(order)].reshape(rows.shape)
 
 
 def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
@@ -211,6 +303,13 @@ def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]
     family = FAMILIES[config.family]
     names = list(names)
     embed, head = embed_and_head(config)
+    if family.skips_ahead:
+        prefix, _, _ = family.layer.partition("{}")
+        is_later = lambda name: (  # noqa: E731
+            name.startswith(prefix)
+            and int(name.removeprefix(prefix).partition(".")[0]) >= config.num_layers
+        )
+        names = [name for name in names if not is_later(name)]
     bare = not any(name.startswith(family.base) for name in names)
     tensor_by_name = {
         family.base + name if bare and name != head else name: name

@@ -6,13 +6,30 @@ from jaxkv import validation
 
 MAX_CONFIG_SIZE = 2**31 - 1
 """Largest size; counts and positions have 32 bits."""
+MAX_LAYERS = 100_000
+"""Larger than in any model; layers are listed one by one."""
 FP8_BLOCK = 128
 """Rows and columns of a block of 8-bit weights with one scale."""
 _MAX_NUMBER = float.fromhex("0x1.fffffep127")  # the largest float32
 
-_BOOLEAN_FIELDS = ("tie_embeddings", "qkv_bias", "mlp_bias", "experts.renormalise")
+_BOOLEAN_FIELDS = (
+    "tie_embeddings",
+    "qkv_bias",
+    "mlp_bias",
+    "qk_norm",
+    "residual",
+    "experts.renormalise",
+)
 _REAL_FIELDS = (
     "norm_eps",
+    "attention_scale",
+    "score_cap",
+    "logit_cap",
+    "logit_scale",
+    "embed_scale",
+    "residual_scale",
+    "activation_slope",
+    "activation_limit",
     "experts.scale",
     "experts.balance_weight",
     "experts.bias_rate",
@@ -31,6 +48,8 @@ def parse_field(
         if not isinstance(value, list):
             raise ValueError(f"{key}={shorten(value)} must be a list")
         return value
+    if field == "num_layers":
+        high = MAX_LAYERS
     if field not in _REAL_FIELDS:
         return parse_size(
             key, value, low=0 if field in _FIELDS_FROM_ZERO else 1, high=high

@@ -67,7 +67,8 @@ def load_params(
                 f"{folder}: {num} {unit} in config.json, but only {len(tensors)} "
                 "tensors"
             )
-    leaves = huggingface_tensors.list_leaves(config)
+    is_stacked = any(".mlp.experts.gate_up_proj" in name for name in tensors)
+    leaves = huggingface_tensors.list_leaves(config, is_stacked=is_stacked)
     file_names = canonical_names(config, tensors)
     if config.num_ahead_layers:
         prefix = FAMILIES[config.family].layer.format(config.num_layers) + "."

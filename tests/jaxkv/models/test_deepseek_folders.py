@@ -610,5 +610,5 @@ def test_bounds_of_yarn_are_those_of_the_published_model() -> None:
     scaling = RopeScaling(
         kind="yarn", high_frequency_factor=32.0, original_max_positions=4096
     )
-    ramp = rotary._yarn_ramp(config, scaling, 64)
+    ramp = rotary._yarn_ramp(config.rope_theta, scaling, 64)
     np.testing.assert_allclose(ramp, np.clip((23 - np.arange(32)) / 13, 0, 1))

@@ -42,6 +42,7 @@ from jaxkv.speculation import (
     static_tree,
     unroll_drafts,
 )
+from pallas_kernels.online_softmax import ScoreTransform
 from tests.support import engine_programs, engines
 from tests.support.engines import MODEL, Ask, greedy
 
@@ -264,9 +265,11 @@ def test_attention_of_unrolled_drafts_equals_a_loop() -> None:
     shape = (config.num_kv_heads, groups + 2, config.head_dim, batch * seq)
     inputs = rng.normal(size=(steps, *shape)).astype(np.float32)
     keys: Any = ()
+    scoring = ScoreTransform(config.score_scale)
+    layer = models.LayerAttention(0, config.attention_kinds[0], scoring)
     for step, qkv in enumerate(inputs):
         out, keys = eagle._attend(
-            0, jnp.asarray(qkv), None, keys, config=config, shape=(batch, seq)
+            layer, jnp.asarray(qkv), None, keys, shape=(batch, seq)
         )
         out = np.asarray(out).reshape(*shape[:1], groups, config.head_dim, batch, seq)
         split = inputs.reshape(steps, *shape[:3], batch, seq)

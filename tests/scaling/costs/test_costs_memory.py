@@ -168,8 +168,8 @@ def test_residuals_of_checkpointed_layers_equal_those_of_vjp(
 ) -> None:
     plain = layers.Layer.__call__
 
-    def again(self: Any, index: int, x: Any, *more: Any) -> Any:
-        run = lambda x: plain(self, index, x, *more)[0]  # noqa: E731
+    def again(self: Any, index: int, kind: Any, x: Any, *more: Any) -> Any:
+        run = lambda x: plain(self, index, kind, x, *more)[0]  # noqa: E731
         _, _, carry, *_ = more
         return jax.checkpoint(run)(x), carry, None
 
