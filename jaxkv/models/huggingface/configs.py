@@ -31,12 +31,15 @@ _FIELD_FORMS: Mapping[str, Callable[[Any], Any]] = {
     "inverse": lambda x: 1 / x,
     "inverse_root": lambda x: x**-0.5,
     "parallel": lambda x: "parallel" if x else "serial",
+    # Early folders say "gelu", and mean its approximation.
+    "approximate": lambda x: "gelu_tanh" if x == "gelu" else x,
 }
 _UNDONE: Mapping[str, Callable[[Any], Any]] = {
     "same": lambda x: x,
     "inverse": lambda x: round(1 / x, 9),
     "inverse_root": lambda x: _whole(round(x**-2, 9)),
     "parallel": lambda x: x == "parallel",
+    "approximate": lambda x: x,
 }
 """From values of keys to fields, and back, by `Key.form`."""
 
@@ -107,7 +110,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
                     "first layers and not all"
                 )
             experts["num_dense_layers"] = num
-        experts = Experts(**experts)
+        is_dense = experts.get("num_dense_layers", 0) >= fields["num_layers"]
+        experts = None if is_dense and family.skips_ahead else Experts(**experts)
     return ModelConfig(**fields, experts=experts)
 
 

@@ -81,11 +81,13 @@ GEMMA = LLAMA._replace(
             head_dim=256,
             tie_word_embeddings=True,
         ),
+        "hidden_act": key(
+            "activation", default="gelu_pytorch_tanh", form="approximate"
+        ),
     },
-    # Early folders say "gelu", and mean its approximation.
-    implied={**LLAMA.implied, "norm": "rms_offset", "activation": "gelu_tanh"},
+    implied={**LLAMA.implied, "norm": "rms_offset"},
     derived=(*LLAMA.derived, "embed_scale"),
-    harmless=("hidden_act", "mlp_bias"),
+    harmless=("mlp_bias",),
     only_served={
         "hidden_activation": "gelu_pytorch_tanh",
         "use_bidirectional_attention": False,
@@ -95,7 +97,7 @@ GEMMA = LLAMA._replace(
 GEMMA2 = GEMMA._replace(
     architecture="Gemma2ForCausalLM",
     keys={
-        **keys_of(GEMMA.keys, num_key_value_heads=4),
+        **keys_of(GEMMA.keys, "hidden_act", num_key_value_heads=4),
         "hidden_activation": key("activation", default="gelu_pytorch_tanh"),
         "query_pre_attn_scalar": key(
             "attention_scale", default=256, form="inverse_root"
@@ -106,7 +108,8 @@ GEMMA2 = GEMMA._replace(
     implied={**LLAMA.implied, "norm": "rms_offset", "norm_places": "both"},
     derived=(*GEMMA.derived, "logit_cap", "score_cap"),
     only_served={"use_bidirectional_attention": False},
-    harmless=(*GEMMA.harmless, "cache_implementation", "_sliding_window_pattern"),
+    # transformers reads `hidden_activation`.
+    harmless=("mlp_bias", "hidden_act", "cache_implementation"),
     windows="even",
     default_window=4096,
     modules={
@@ -366,8 +369,10 @@ DENSE_FAMILIES: Mapping[str, Family] = {
             "qk_norm": True,
         },
         derived=(*LLAMA.derived, "logit_cap"),
-        # Norms of queries and keys follow the rotation, which changes no norm.
+        # Norms of queries and keys follow the rotation, which changes no norm unless it
+        # scales, as that of "yarn".
         rope_order="swapped",
+        rope_kinds=("default", "linear", "llama3"),
         modules={
             **LLAMA.modules,
             ".up": (".mlp.fc1",),

@@ -7,6 +7,9 @@ computes the size of all families.
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+type KeyForm = Literal["same", "inverse", "inverse_root", "parallel", "approximate"]
+"""Relations of a key's value to that of its fields: see `Key.form`."""
+
 type Windows = Literal[
     "never", "always", "flagged", "off", "listed", "even", "pattern", "nope"
 ]
@@ -20,9 +23,9 @@ class Key(NamedTuple):
     """Fields that the key sets."""
     default: object = None
     """Value of a missing key; None if the key is required or derived."""
-    form: Literal["same", "inverse", "inverse_root", "parallel"] = "same"
-    """From the value x of the key to that of the field: x, 1 / x, x ** -0.5, or
-    "parallel" for true and "serial" for false."""
+    form: KeyForm = "same"
+    """From the value x of the key to that of the field: x, 1 / x, x ** -0.5, "parallel"
+    for true and "serial" for false, or "gelu_tanh" for "gelu"."""
 
 
 class Family(NamedTuple):
@@ -114,7 +117,7 @@ class Family(NamedTuple):
 def key(
     *fields: str,
     default: object = None,
-    form: Literal["same", "inverse", "inverse_root", "parallel"] = "same",
+    form: KeyForm = "same",
 ) -> Key:
     """Returns a key that sets fields."""
     return Key(fields, default, form)

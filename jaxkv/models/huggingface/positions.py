@@ -44,7 +44,8 @@ _ROPE = {
     "default": _OF_ALL_ROPE,
     "linear": _OF_ALL_ROPE | {"factor"},
     "llama3": _OF_ALL_ROPE
-    | {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL},
+    | {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL}
+    | {"llama_4_scaling_beta"},
     "yarn": _OF_ALL_ROPE
     | {"factor", "beta_fast", "beta_slow", ORIGINAL}
     | {"mscale", "mscale_all_dim", "attention_factor", "truncate"}
