@@ -371,7 +371,10 @@ class HeadsNorm(nnx.Module):
             scale,
             kind=c.norm,
             dtype=x.dtype,
-            along=lambda p: p if axis == -1 else p[..., None],
+            along=functools.partial(
+                jnp.reshape,
+                shape=(*(1,) * (x.ndim + axis - 2), *scale.shape, *(1,) * (-axis - 1)),
+            ),
         )
 
 

@@ -126,7 +126,7 @@ def flash_attention(
     out, lse = run(q, k, v, sizes)
     if sinks is None:
         return out, lse
-    sinks = sinks.astype(lse.dtype)
+    sinks = sinks.astype(lse.dtype)[None, None, :]
     share = jax.nn.sigmoid(lse - sinks)[..., None]
     return out * share.astype(out.dtype), jnp.logaddexp(lse, sinks)
 

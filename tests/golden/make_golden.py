@@ -249,8 +249,9 @@ def attention_kinds() -> dict[str, transformers.PretrainedConfig]:
             **window,
             head_dim=10,
             query_pre_attn_scalar=20,
+            tie_word_embeddings=False,
             attn_logit_softcapping=2.0,
-            final_logit_softcapping=5.0,
+            final_logit_softcapping=10.0,
         ),
         "gemma3": t.Gemma3TextConfig(
             **four,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv import models
 from jaxkv.models import Experts, ModelConfig, init_params
-from jaxkv.models.config import RopeScaling
+from jaxkv.models.config import AttentionKind, RopeScaling
 from scaling.training import transformer_rows
 
 LLAMA = ModelConfig(
@@ -36,6 +36,40 @@ VARIANTS = {
         **{"norm": "layer", "positions": "learned", "position_offset": 2},
         **{"activation": "relu", "gated": False},
         **dict.fromkeys(["qkv_bias", "out_bias", "mlp_bias"], True),
+    ),
+    "gpt_neox": dataclasses.replace(
+        LLAMA,
+        **{"norm": "layer", "activation": "gelu", "gated": False},
+        **{"residual": "parallel", "rotary_size": 3},
+        **dict.fromkeys(["qkv_bias", "out_bias", "mlp_bias"], True),
+    ),
+    "olmo3": dataclasses.replace(
+        LLAMA,
+        **{"norm_places": "after", "qk_norm": True, "qk_norm_over": "layer"},
+        **{"attention_pattern": (1, 0), "rope_scaling": RopeScaling(kind="linear")},
+        other_attention=(AttentionKind(window=3),),
+    ),
+    "gemma2": dataclasses.replace(
+        LLAMA,
+        **{"norm": "rms_offset", "norm_places": "both", "activation": "gelu_tanh"},
+        **{"attention_scale": 0.3, "score_cap": 2.0, "logit_cap": 3.0},
+        **{"embed_scale": 12**0.5, "attention_pattern": (1, 0)},
+        other_attention=(AttentionKind(window=3, positions="none"),),
+    ),
+    "nanochat": dataclasses.replace(
+        LLAMA,
+        **{"norm": "rms_plain", "embed_norm": True, "qk_norm": True},
+        **{"activation": "relu_squared", "gated": False},
+        **{"residual_scale": 0.5, "logit_scale": 2.0},
+    ),
+    "gpt_oss": dataclasses.replace(
+        LLAMA,
+        **{"sinks": True, "activation": "clamped_swiglu", "activation_limit": 0.3},
+        **{"score_growth": 0.4, "rope_scaling": RopeScaling(original_max_positions=4)},
+        experts=Experts(
+            **{"num_experts": 5, "top_k": 2, "size": 14},
+            **{"router_bias": True, "expert_bias": True},
+        ),
     ),
     "mixtral": dataclasses.replace(
         LLAMA, experts=Experts(num_experts=5, top_k=2, size=14)
