@@ -73,7 +73,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         has_switch = family.windows in ("flagged", "off", "listed")
         if has_switch or settings.get("use_sliding_window") is False:
             read |= positions.WINDOW_KEYS
-    if "quantization_config" in settings and _is_fp8(settings["quantization_config"]):
+    quantization = settings.get("quantization_config")
+    if _is_fp8(quantization) or (family.interleaved and _is_mxfp4(quantization)):
         read |= {"quantization_config"}
     harmless.refuse_unknown(family, settings, read)
     refuse_other_values(family, settings, {**harmless.ONLY, **family.only_served})
@@ -234,6 +235,16 @@ def _is_fp8(settings: object) -> bool:
             or (key in supported_settings and settings[key] == supported_settings[key])
             for key in settings
         )
+    )
+
+
+def _is_mxfp4(settings: object) -> bool:
+    """Returns True for weights in 4 bits, which `weights` loads as other numbers."""
+    without_effect = {"quant_method", "modules_to_not_convert", "dequantize"}
+    return (
+        isinstance(settings, Mapping)
+        and settings.get("quant_method") == "mxfp4"
+        and settings.keys() <= without_effect
     )
 
 

@@ -22,6 +22,7 @@ from jaxkv.arrays import ArrayOrShape
 from jaxkv.files import read_json, reporting_errors
 from jaxkv.models import param_forms, transformer
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.huggingface import mxfp4
 from jaxkv.models.huggingface import tensors as huggingface_tensors
 from jaxkv.models.huggingface.families import FAMILIES
 from jaxkv.models.huggingface.tensors import (
@@ -95,9 +96,17 @@ def load_params(
         for name, shape in expected.items()
         if name + SCALE_SUFFIX in file_names
     }
+    packed = [name for name in expected if name + mxfp4.BLOCKS_SUFFIX in file_names]
+    suffixes = mxfp4.BLOCKS_SUFFIX, mxfp4.SCALES_SUFFIX
+    for name in packed:
+        shapes = mxfp4.packed_shapes(expected.pop(name))
+        expected |= {f"{name}{end}": x for end, x in zip(suffixes, shapes, strict=True)}
     _check_tensors(folder, expected, tensors, file_names)
 
     def read(name: str, dtype: np.dtype) -> np.ndarray:
+        if name in packed:
+            names = [file_names[name + end] for end in suffixes]
+            return _read_packed(tensors, names, dtype)
         scales = file_names.get(name + SCALE_SUFFIX)
         return _read(tensors, file_names[name], dtype, scales)
 
@@ -189,6 +198,19 @@ def _read(
         return array
 
 
+def _read_packed(
+    tensors: dict[str, tuple[Path, safetensors.safe_open]],
+    names: Sequence[str],
+    dtype: np.dtype,
+) -> np.ndarray:
+    """Reads weights in 4 bits from their blocks and scales."""
+    parts = [tensors[name][1].get_tensor(name) for name in names]
+    array = _cast(mxfp4.dequantize_mxfp4(*parts), dtype, names[0])
+    if not _is_finite(array):
+        raise ValueError(f"{tensors[names[0]][0]}: {names[1]} holds infinite scales")
+    return array
+
+
 def _read_fp8(path: Path, name: str) -> np.ndarray:
     """Reads the numbers of a tensor in 8 bits, a type that safetensors' NumPy lacks.
 
@@ -232,6 +254,8 @@ def _check_tensors(
                 f"config.json asks for {shape}"
             )
         types = ("F8_E4M3",) if full_name + SCALE_SUFFIX in expected else STORED_TYPES
+        if full_name.endswith((mxfp4.BLOCKS_SUFFIX, mxfp4.SCALES_SUFFIX)):
+            types = ("U8",)
         if view.get_dtype() not in types:
             raise ValueError(
                 f"{path}: {name} is of type {view.get_dtype()}, "

@@ -125,3 +125,40 @@ def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"must be at most k.shape\[1\]=4 if causal"):
         flash_attention(*draw(5, 4, 2, 1, 8, "float32"))
     assert QUERY_TILE == 128
+
+
+@pytest.mark.parametrize("tile", [4, 64])
+def test_bounded_scores_and_sinks_equal_plain_softmax(tile: int) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(2, 9, heads, 6)), jnp.float32)
+        for heads in (4, 2, 2)
+    )
+    sinks = jnp.asarray(rng.normal(size=4), jnp.float32)
+    place = np.arange(9)
+    back = place[:, None] - place[None, :]
+    mask = jnp.asarray((back >= 0) & (back < 5))
+
+    def plain(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        keys, values = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = 1.5 * jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, keys) * 0.7 / 1.5)
+        scores = jnp.where(mask[None, None], scores, -jnp.inf)
+        column = jnp.broadcast_to(sinks[None, :, None, None], (2, 4, 9, 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights[..., :-1], values)
+
+    def tiled(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        options: Any = {"window": 5, "scale": 0.7, "softcap": 1.5, "tile": tile}
+        return flash_attention(q, k, v, sinks=sinks, **options)[0]
+
+    operands = q, k, v, sinks
+    np.testing.assert_allclose(tiled(*operands), plain(*operands), rtol=1e-5, atol=1e-6)
+    weight = jnp.asarray(rng.normal(size=(2, 9, 4, 6)), jnp.float32)
+    for actual, expected in zip(
+        *(
+            jax.grad(lambda *x, f=f: jnp.sum(weight * f(*x)), (0, 1, 2, 3))(*operands)
+            for f in (tiled, plain)
+        ),
+        strict=True,
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
