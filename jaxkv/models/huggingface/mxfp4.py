@@ -10,7 +10,7 @@ from jaxtyping import Float, UInt8
 BLOCKS_SUFFIX = "_blocks"
 SCALES_SUFFIX = "_scales"
 """Suffixes of the two tensors of a packed one."""
-BLOCK_SIZE = 32
+PACKED_BLOCK = 32
 """Numbers of a block, which have one scale."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -21,13 +21,13 @@ def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
     """Returns the shapes of blocks and scales of a tensor `[experts, in, out]`.
 
     Raises:
-      ValueError: the inputs are not a multiple of `BLOCK_SIZE`.
+      ValueError: the inputs are not a multiple of `PACKED_BLOCK`.
     """
     num_experts, inputs, outputs = shape
-    if inputs % BLOCK_SIZE:
+    if inputs % PACKED_BLOCK:
         raise ValueError(f"{inputs=} of packed weights must be a multiple of 32")
-    scales = num_experts, outputs, inputs // BLOCK_SIZE
-    return (*scales, BLOCK_SIZE // 2), scales
+    scales = num_experts, outputs, inputs // PACKED_BLOCK
+    return (*scales, PACKED_BLOCK // 2), scales
 
 
 def dequantize_mxfp4(
@@ -40,7 +40,7 @@ def dequantize_mxfp4(
     exponent and one of a mantissa. A scale is a power of two with a bias of 127.
     """
     numbers = np.stack([_VALUES[blocks & 15], _VALUES[blocks >> 4]], axis=-1)
-    numbers = numbers.reshape(*scales.shape, BLOCK_SIZE)
+    numbers = numbers.reshape(*scales.shape, PACKED_BLOCK)
     powers = scales.astype(np.int32) - 127
     rows = np.ldexp(numbers, powers[..., None]).reshape(*scales.shape[:2], -1)
     return rows.swapaxes(1, 2)
