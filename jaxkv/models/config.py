@@ -35,6 +35,8 @@ class RopeScaling:
     """Factor on cosines and sines ("yarn", "longrope")."""
     factors: tuple[float, ...] = ()
     """Divisor of each frequency ("longrope")."""
+    long_factors: tuple[float, ...] = ()
+    """Divisors for sequences past `max_positions`, which are kept for saved folders."""
     max_positions: int | None = None
     """Length up to which `factors` hold; a longer sequence needs others, and is
     refused. None means any length ("longrope")."""

@@ -280,10 +280,15 @@ def _read_longrope(
         "max_position_embeddings", settings.get("max_position_embeddings")
     )
     original = parse_size(ORIGINAL, 4096 if original is None else original, low=2)
-    name = "short_factor" if "short_factor" in rope else "long_factor"
-    factors = rope.get(name)
-    if not isinstance(factors, list) or not factors:
-        raise ValueError(f"{name}={shorten(factors)} must be a list of numbers")
+    factors = {}
+    for name in ("long_factor", "short_factor"):
+        values = rope.get(name)
+        if name in rope and (not isinstance(values, list) or not values):
+            raise ValueError(f"{name}={shorten(values)} must be a list of numbers")
+        factors[name] = tuple(parse_positive_number(name, x) for x in values or ())
+    if not any(factors.values()):
+        raise ValueError("long_factor is missing")
+    is_short = bool(factors["short_factor"])
     factor = rope.get("factor", positions / original)
     factor = parse_positive_number("factor", factor)
     magnitude = rope.get("attention_factor")
@@ -295,8 +300,9 @@ def _read_longrope(
         factor=factor,
         original_max_positions=original,
         magnitude=parse_positive_number("attention_factor", magnitude),
-        factors=tuple(parse_positive_number(name, x) for x in factors),
-        max_positions=original if name == "short_factor" else None,
+        factors=factors["short_factor"] if is_short else factors["long_factor"],
+        long_factors=factors["long_factor"] if is_short else (),
+        max_positions=original if is_short else None,
     )
 
 
@@ -375,9 +381,10 @@ def _write_rope(kind: AttentionKind, config: ModelConfig) -> dict[str, object]:
     if scaling.kind == "yarn":
         rope |= _write_yarn(scaling)
     elif scaling.kind == "longrope":
-        name = "short_factor" if scaling.max_positions else "long_factor"
+        if scaling.max_positions:
+            rope["short_factor"] = [*scaling.factors]
         rope |= {
-            name: [*scaling.factors],
+            "long_factor": [*(scaling.long_factors or scaling.factors)],
             ORIGINAL: scaling.original_max_positions,
             "attention_factor": scaling.magnitude,
         }

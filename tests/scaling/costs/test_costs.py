@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxkv import models
-from jaxkv.models import init_params, param_shapes
+from jaxkv.models import init_params, param_shapes, read_config
 from scaling.costs import (
     count_parameters,
     kv_bytes_per_token,
@@ -389,3 +389,13 @@ def test_a_description_refuses_layers_that_do_not_match() -> None:
         MixtureShape(num_experts=2, top_k=1, size=3, shared_size=-1)
     assert isinstance(hash(model), int)
     assert isinstance(model, ModelShape)
+
+
+@pytest.mark.thorough
+def test_folders_of_all_families_have_the_counted_size() -> None:
+    folders = sorted(path.parent for path in GOLDEN.glob("*/config.json"))
+    assert len(folders) > 25
+    for folder in folders:
+        shapes = param_shapes(read_config(folder))
+        sizes = [x.size for x in jax.tree.leaves({**shapes, "ahead": {}})]
+        assert count_parameters(load_shape(folder)).total == sum(sizes), folder.name
