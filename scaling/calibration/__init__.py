@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         LoadSizes,
         OutsideSize,
         ServerPosterior,
+        draw_noise_scales,
         find_latency_factors,
         find_outside_sizes,
         fit_posterior,
@@ -101,6 +102,12 @@ if TYPE_CHECKING:
         latencies_of,
         make_log_load,
         read_request_log,
+    )
+    from scaling.calibration.request_noise import (
+        RequestNoise,
+        find_request_noise,
+        noise_quantile,
+        tail_factor,
     )
     from scaling.calibration.server_cost import (
         COST_VERSION,

@@ -28,6 +28,11 @@ from jaxtyping import Array, Float
 from jaxkv import validation
 from scaling import shapes
 from scaling.calibration.measurements import LatencySummary, MeasuredStage
+from scaling.calibration.request_noise import (
+    RequestNoise,
+    find_request_noise,
+    tail_factor,
+)
 from scaling.calibration.server_cost import (
     PRIOR,
     ServerCoefficients,
@@ -99,6 +104,8 @@ class ServerPosterior(NamedTuple):
     """Names of the devices of the fitted stages."""
     fitted_sizes: tuple[LoadSizes, LoadSizes] | None = None
     """Smallest and largest sizes of the fitted stages; None if they are unknown."""
+    noise: RequestNoise | None = None
+    """Noise of requests, which percentiles include; None if it was not fitted."""
 
 
 @validation.checks_numbers(num_draws=2, seed=validation.SEEDS)
@@ -136,6 +143,7 @@ def fit_posterior(
     rng = np.random.default_rng(seed)
     mode = np.zeros(len(PRIOR))
     corrections = np.zeros_like(data)
+    tails = np.zeros_like(data)
     for _ in range(FIT_ROUNDS):
         mode, factor = _find_mode(
             surrogate, jacobian, data - corrections, whitener, mode
@@ -144,7 +152,7 @@ def fit_posterior(
         near[0] = mode
         simulated = np.empty((_DRAWS_PER_ROUND, *data.shape))
         for i, stage in enumerate(steady_stages):
-            simulated[:, i] = _simulated_targets(stage, near)
+            simulated[:, i], tails[i] = _simulate_targets(stage, near)
             on_simulated()
         errors = np.log(simulated) - np.asarray(batched(jnp.float32(near)))
         corrections = np.median(errors, axis=0)
@@ -180,6 +188,9 @@ def fit_posterior(
             LoadSizes(*np.min(sizes, axis=0).tolist()),
             LoadSizes(*np.max(sizes, axis=0).tolist()),
         ),
+        noise=find_request_noise(
+            np.array(list(map(_measured_tails, steady_stages))), tails
+        ),
     )
 
 
@@ -198,15 +209,25 @@ def predict_stage(
     name = shapes.describe_checkpoint(stage.model).name
     sizes = LoadSizes.of_stage(stage, float(np.median(latencies.end_to_end_s.mean)))
     (factor,) = find_latency_factors(posterior, name, sizes).draw(seed=seed)
-    total_factor, first = factor.T
-    return StageLatencies(
-        *(
-            LatencySummary(*(x * scale for x in summary))
-            for summary, scale in zip(
-                latencies, (total_factor, first, total_factor), strict=True
-            )
-        )
-    )
+    scales = draw_noise_scales(posterior, seed=seed)
+    summaries = []
+    for summary, kind in zip(latencies, (0, 1, 0), strict=True):
+        tail = tail_factor(summary.p99, summary.median, 0.99, scales[:, kind])
+        summary = summary._replace(p99=summary.p99 * tail)
+        summaries.append(LatencySummary(*(x * factor[:, kind] for x in summary)))
+    return StageLatencies(*summaries)
+
+
+def draw_noise_scales(
+    posterior: ServerPosterior, *, seed: int = 0
+) -> Float[np.ndarray, "draws 2"]:
+    """Draws scales of the noise of requests, one for each draw; 0 without a noise."""
+    num = len(posterior.deviations)
+    if posterior.noise is None:
+        return np.zeros((num, 2))
+    scale, doubt = posterior.noise
+    spread = LatencyFactors(np.tile(np.log(scale), (num, 1)), doubt)
+    return spread.draw(seed=seed + 1)[0]
 
 
 class LatencyFactors(NamedTuple):
@@ -366,13 +387,26 @@ def _targets(stage: MeasuredStage) -> tuple[float, float]:
     return stage.end_to_end_s.mean, stage.first_token_s.median
 
 
-def _simulated_targets(
+def _simulate_targets(
     stage: MeasuredStage, deviations: Float[np.ndarray, "draws coefficients"]
-) -> Float[np.ndarray, "draws 2"]:
+) -> tuple[Float[np.ndarray, "draws 2"], Float[np.ndarray, " 2"]]:
+    """Returns the fitted times by simulation, and the tails at the first draw."""
     latencies = simulate_stage(stage, draw_coefficients(deviations))
-    return np.stack(
-        [latencies.end_to_end_s.mean, latencies.first_token_s.median], axis=1
-    )
+    end_to_end = latencies.end_to_end_s
+    first = latencies.first_token_s
+    targets = np.stack([end_to_end.mean, first.median], axis=1)
+    return targets, np.array([_tail(x)[0] for x in (end_to_end, first)])
+
+
+def _measured_tails(stage: MeasuredStage) -> list[float]:
+    assert stage.end_to_end_s is not None
+    assert stage.first_token_s is not None
+    return [float(_tail(x)) for x in (stage.end_to_end_s, stage.first_token_s)]
+
+
+def _tail(summary: LatencySummary) -> Float[np.ndarray, "*draws"]:
+    """Returns the logarithm of P99 over the median."""
+    return np.log(np.asarray(summary.p99) / summary.median)
 
 
 def _make_whitener(models: Sequence[str]) -> Float[np.ndarray, "2 stages stages"]:

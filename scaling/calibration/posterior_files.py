@@ -15,6 +15,7 @@ import numpy as np
 from jaxkv import validation
 from jaxkv.files import read_json, write_atomically
 from scaling.calibration.posterior import LoadSizes, ServerPosterior
+from scaling.calibration.request_noise import RequestNoise
 from scaling.calibration.server_cost import (
     COST_VERSION,
     ServerCoefficients,
@@ -53,6 +54,8 @@ def format_posterior(posterior: ServerPosterior) -> str:
         "num_effective": posterior.num_effective,
         "fitted_sizes": posterior.fitted_sizes
         and [x._asdict() for x in posterior.fitted_sizes],
+        "request_noise": posterior.noise
+        and {name: rounded(x) for name, x in posterior.noise._asdict().items()},
         "models": {
             name: {
                 "num_stages": posterior.num_stages[name],
@@ -110,6 +113,13 @@ def load_posterior(path: str | os.PathLike[str] = PUBLISHED_SERVERS) -> ServerPo
             if not all(0 < x <= y < math.inf for x, y in zip(low, high, strict=True)):
                 raise ValueError("fitted_sizes must be above 0, the smallest first")
             sizes = low, high
+        noise = document.get("request_noise")
+        if noise is not None:
+            noise = RequestNoise(
+                *(np.array(noise[x], float) for x in RequestNoise._fields)
+            )
+            if not all(x.shape == (2,) and (x >= 0).all() for x in noise):
+                raise ValueError("request_noise must have two numbers of at least 0")
         return ServerPosterior(
             deviations=draws,
             residuals=residuals,
@@ -122,6 +132,7 @@ def load_posterior(path: str | os.PathLike[str] = PUBLISHED_SERVERS) -> ServerPo
             num_effective=float(document["num_effective"]),
             devices=tuple(document["devices"]),
             fitted_sizes=sizes,
+            noise=noise,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: no posterior of servers: {error}") from None

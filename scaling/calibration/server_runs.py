@@ -271,9 +271,7 @@ def _read_run(
     )
     peak = max(map(_max_in_system, arrival, finish))
     # The delays of a request change no schedule, so they are added here.
-    f = jax.tree.map(
-        lambda x: np.asarray(x[place], np.float64)[:, None], coefficients
-    )
+    f = jax.tree.map(lambda x: np.asarray(x[place], np.float64)[:, None], coefficients)
     late_s = f.ingest_s + f.delivery_lag * (finish - first) / np.maximum(output - 1, 1)
     blocks = setup.num_kv_blocks
 

@@ -16,9 +16,11 @@ from scaling.calibration import (
     POWER_DISCREPANCY,
     LoadSizes,
     ServerRun,
+    draw_noise_scales,
     find_latency_factors,
     find_outside_sizes,
     find_run_energy,
+    tail_factor,
 )
 from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
 from scaling.cli.simulate.options import LATENCY_OPTIONS, LatencyObjective
@@ -60,6 +62,8 @@ class RunSummary:
             "ttft": draws[..., 1],
             "tpot": draws[..., 0],
         }
+        scales = draw_noise_scales(case.posterior)
+        self._scales = dict(zip(LATENCY_OPTIONS, scales.T[[0, 1, 0]], strict=True))
         self.run = run
         self.num_measured = int(run.load.is_measured.sum())
         self.overloaded = run.is_overloaded()
@@ -81,7 +85,14 @@ class RunSummary:
         if statistic == "mean":
             per_draw = values.mean(axis=1)
         else:
-            per_draw = np.percentile(values, float(statistic[1:]), axis=1)
+            percent = float(statistic[1:])
+            per_draw = np.percentile(values, percent, axis=1)
+            if percent > 50:
+                median = np.median(values, axis=1)
+                scale = self._scales[latency]
+                per_draw = per_draw * tail_factor(
+                    per_draw, median, percent / 100, scale
+                )
         return per_draw * self._factors[latency]
 
     def probability(self, objectives: tuple[LatencyObjective, ...]) -> float | None:

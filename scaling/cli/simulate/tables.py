@@ -3,9 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxkv.report import Sheet, format_percent, format_rate
 from jaxkv.workloads import SustainedRate
-from scaling.calibration import MeasurementGain, OutsideSize, ServerPosterior
+from scaling.calibration import (
+    MeasurementGain,
+    OutsideSize,
+    ServerPosterior,
+    noise_quantile,
+)
 from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
 from scaling.cli.simulate.summary import LEVEL, PROBABILITIES
 
@@ -221,12 +228,20 @@ def fitted_rows(posterior: ServerPosterior) -> list[tuple[str, str]]:
             "mean end-to-end and median first-token times of "
             f"{len(posterior.stages)} load stages of {models} on {devices}",
         ),
-        (
-            "not fitted",
-            "P99: the simulation has no stalls of clients and servers, so measured "
-            "values are higher",
-        ),
+        ("percentiles", _describe_noise(posterior)),
     ]
+
+
+def _describe_noise(posterior: ServerPosterior) -> str:
+    if posterior.noise is None:
+        return "no noise of requests: measured P90 and P99 may be higher"
+    ends = np.exp(noise_quantile(0.99) * posterior.noise.scale) - 1
+    whole, first = (f"{100 * x:.0f} %" for x in ends)
+    return (
+        "P90 and P99 have the noise of requests of these stages, stalls and start-up "
+        f"included: P99 {whole} above the median end to end, and {first} at the first "
+        "token"
+    )
 
 
 def format_estimate(estimate: dict[str, Any], name: str, scale: float) -> str:
