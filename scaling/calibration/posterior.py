@@ -15,7 +15,6 @@ Sources: Kennedy and O'Hagan 2001, doi:10.1111/1467-9868.00294 (discrepancy);
 Rubin 1988, "Using the SIR algorithm to simulate posterior distributions".
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
 from typing import Literal, NamedTuple
@@ -27,6 +26,12 @@ from jaxtyping import Array, Float
 
 from jaxkv import validation
 from scaling import shapes
+from scaling.calibration.load_sizes import (
+    LoadSizes,
+    SizeRange,
+    find_size_range,
+    outside_variance,
+)
 from scaling.calibration.measurements import LatencySummary, MeasuredStage
 from scaling.calibration.request_noise import (
     RequestNoise,
@@ -53,35 +58,12 @@ the first-token time. Assumed, not fitted: three models do not determine it."""
 STAGE_NOISE = np.array([0.015, 0.04])
 """Standard deviation of a stage's noise: load, start-up, and the seed of a window."""
 
-EXTRAPOLATION = np.array([0.05, 0.12])
-"""Standard deviation of the same logarithms for a load outside the fitted sizes, for
-each factor of 2. Calibrated to one stage that was not fitted: answers of 1,448 tokens,
-where the longest fitted ones have 251, took 8 % longer than predicted, and first tokens
-came after 1.6 times the predicted time."""
-
 FIT_ROUNDS = 3
 """Times that a fit simulates each stage."""
 _DRAWS_PER_ROUND = 8
 _NUM_PROPOSALS = 20_000
 _MAX_GAUSS_NEWTON = 40
 _LONGEST_STEP = 2.0
-
-
-class LoadSizes(NamedTuple):
-    """Sizes of a load, by which a prediction is compared with the fitted stages."""
-
-    prompt_tokens: float
-    """Mean length of the prompts in tokens, cached ones included."""
-    answer_tokens: float
-    """Mean length of the answers in tokens."""
-    batch: float
-    """Requests in the system by Little's law, at most `max_num_seqs`."""
-
-    @classmethod
-    def of_stage(cls, stage: MeasuredStage, end_to_end_s: float) -> "LoadSizes":
-        """Returns the sizes of a stage with a mean end-to-end time in s."""
-        batch = min(stage.rate_per_s * end_to_end_s, stage.max_num_seqs)
-        return cls(stage.prompt_tokens, stage.answer_tokens, batch)
 
 
 class ServerPosterior(NamedTuple):
@@ -102,10 +84,12 @@ class ServerPosterior(NamedTuple):
     """Effective number of the proposals: below a few hundred, the draws repeat."""
     devices: tuple[str, ...]
     """Names of the devices of the fitted stages."""
-    fitted_sizes: tuple[LoadSizes, LoadSizes] | None = None
+    fitted_sizes: SizeRange | None = None
     """Smallest and largest sizes of the fitted stages; None if they are unknown."""
     noise: RequestNoise | None = None
     """Noise of requests, which percentiles include; None if it was not fitted."""
+    discrepancy: Float[np.ndarray, " 2"] | None = None
+    """Discrepancy of a model that was not fitted; None means `DISCREPANCY`."""
 
 
 @validation.checks_numbers(num_draws=2, seed=validation.SEEDS)
@@ -184,10 +168,7 @@ def fit_posterior(
         devices=tuple(
             {find_device(stage.device).name: None for stage in steady_stages}
         ),
-        fitted_sizes=(
-            LoadSizes(*np.min(sizes, axis=0).tolist()),
-            LoadSizes(*np.max(sizes, axis=0).tolist()),
-        ),
+        fitted_sizes=find_size_range(sizes),
         noise=find_request_noise(
             np.array(list(map(_measured_tails, steady_stages))), tails
         ),
@@ -257,42 +238,6 @@ class LatencyFactors(NamedTuple):
         return np.exp(self.mean + self.spread * normal)
 
 
-class OutsideSize(NamedTuple):
-    """A size of a load outside those of the fitted stages."""
-
-    value: float
-    low: float
-    """Smallest size of the fitted stages."""
-    high: float
-    """Largest size of the fitted stages."""
-
-    @property
-    def octaves(self) -> float:
-        """Factors of 2 between the value and the nearest fitted size."""
-        return max(math.log2(self.low / self.value), math.log2(self.value / self.high))
-
-
-def find_outside_sizes(
-    posterior: ServerPosterior, sizes: LoadSizes
-) -> dict[str, OutsideSize]:
-    """Returns the sizes of a load, by name, that the fitted stages do not cover.
-
-    Sizes within 5 % of the fitted ones count as covered, and so does a smaller batch:
-    an idle server has less work of each kind.
-    """
-    if posterior.fitted_sizes is None:
-        return {}
-    sizes_by_name = {
-        name: OutsideSize(*values)
-        for name, *values in zip(
-            LoadSizes._fields, sizes, *posterior.fitted_sizes, strict=True
-        )
-    }
-    if sizes_by_name["batch"].value < sizes_by_name["batch"].low:
-        del sizes_by_name["batch"]
-    return {name: x for name, x in sizes_by_name.items() if x.octaves > math.log2(1.05)}
-
-
 def find_latency_factors(
     posterior: ServerPosterior, model: str, sizes: LoadSizes | None = None
 ) -> LatencyFactors:
@@ -308,15 +253,15 @@ def find_latency_factors(
       sizes: sizes of the load; None means that they are among the fitted ones.
     """
     mean = np.zeros((len(posterior.deviations), 2))
-    variance = DISCREPANCY**2
+    assumed = posterior.discrepancy
+    variance = (DISCREPANCY if assumed is None else assumed) ** 2
     if model in posterior.residuals:
         # The discrepancy given the residuals of the model's stages.
         share = variance / (variance + STAGE_NOISE**2 / posterior.num_stages[model])
         mean = share * posterior.residuals[model]
         variance = variance * (1 - share)
     if sizes is not None:
-        outside = find_outside_sizes(posterior, sizes).values()
-        variance = variance + EXTRAPOLATION**2 * sum(x.octaves**2 for x in outside)
+        variance = variance + outside_variance(posterior.fitted_sizes, sizes)
     return LatencyFactors(mean, np.sqrt(variance + STAGE_NOISE**2))
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxkv import validation
 from jaxkv.files import read_json, write_atomically
-from scaling.calibration.posterior import LoadSizes, ServerPosterior
+from scaling.calibration.load_sizes import LoadSizes
+from scaling.calibration.posterior import ServerPosterior
 from scaling.calibration.request_noise import RequestNoise
 from scaling.calibration.server_cost import (
     COST_VERSION,

@@ -26,8 +26,9 @@ from jaxtyping import Float, Int
 from jaxkv import validation
 from jaxkv.files import RawRow, parse_json, read_table, read_text
 from jaxkv.scheduling import Policy
+from scaling.calibration.load_sizes import LoadSizes
 from scaling.calibration.measurements import LONGEST_STEP_S, RowCells
-from scaling.calibration.posterior import LoadSizes, ServerPosterior
+from scaling.calibration.posterior import ServerPosterior
 from scaling.calibration.server_cost import PRIOR, draw_coefficients
 from scaling.calibration.server_runs import ServerRun, simulate_server
 from scaling.calibration.servers import ServerLoad, ServerSetup, make_server_load

@@ -5,6 +5,7 @@ all rows: shared coefficients gain from dense rows, but those of mixtures, whose
 have more settings that tables lack, would widen and bias predictions of dense models.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
@@ -14,8 +15,10 @@ from jaxtyping import Float
 
 from scaling.calibration.closed_loops.measured_servers import MeasuredServer
 from scaling.calibration.closed_loops.pooled_fit import (
+    LOOP_NOISE,
     LoopFit,
     LoopPrediction,
+    find_log_slopes,
     fit_loops,
     predict_loops,
 )
@@ -73,6 +76,8 @@ class ServerPrediction(NamedTuple):
     """95 % quantile."""
     num_running: Float[np.ndarray, " servers"]
     """Requests that run; fewer than the concurrency if memory is short."""
+    mean_token_s: Float[np.ndarray, " servers"]
+    """Mean time per token in s, with the steps that feed prompts."""
     watts: Float[np.ndarray, " servers"]
     """Power of all devices in W; NaN without a fit of power, or if the board power of
     the device is unknown."""
@@ -139,8 +144,53 @@ def predict_servers(
         median_s=median,
         high_s=median * factor,
         num_running=predicted.num_running,
+        mean_token_s=predicted.mean_token_s,
         watts=watts,
         token_joules=watts * predicted.mean_token_s / predicted.num_running,
+    )
+
+
+class RowGain(NamedTuple):
+    """A server, and what measuring it does to the intervals of another."""
+
+    server: MeasuredServer
+    widths: tuple[float, float]
+    """Widths of the intervals of `LOOP_LATENCIES`, over those before."""
+
+
+def rank_rows(
+    target: MeasuredServer,
+    candidates: Sequence[MeasuredServer],
+    calibration: LoopCalibration,
+) -> list[RowGain]:
+    """Ranks servers of the target's model by how much measuring one would narrow it.
+
+    Logarithms are taken as jointly normal: coefficients and the discrepancy of the
+    model are common, the noise of a row is not (as in `rank_measurements`).
+
+    Args:
+      target: the server that is predicted.
+      candidates: servers of the same model that can be measured.
+      calibration: the fits.
+
+    Returns:
+      The servers, the narrowest intervals first.
+    """
+    fit = calibration.fit_of(target)
+    rows = [target, *candidates]
+    slopes = find_log_slopes(rows, fit)
+    common = np.einsum("kp,pq,skq->sk", slopes[0], fit.covariance, slopes)
+    discrepancy = np.array(LOOP_DISCREPANCY[target.model.experts is not None]) ** 2
+    variance = predict_loops(rows, fit).log_spread ** 2 + discrepancy
+    left = (common[1:] + discrepancy) ** 2 / (variance[1:] + LOOP_NOISE**2)
+    widths = np.sqrt(np.maximum(1 - left / variance[0], 0.0))
+    gains = [
+        RowGain(x, (float(a), float(b)))
+        for x, (a, b) in zip(candidates, widths, strict=True)
+    ]
+    return sorted(
+        gains,
+        key=lambda gain: (round(math.prod(gain.widths), 2), gain.server.concurrency),
     )
 
 

@@ -15,7 +15,7 @@ from jaxkv.report import (
     computed_column,
     format_percent,
 )
-from scaling.calibration import LOOP_LATENCIES
+from scaling.calibration import DETERMINED_SPREAD, LOOP_LATENCIES
 
 TIME_PER_TOKEN, FIRST_TOKEN_TIME = LOOP_LATENCIES
 WATTS = "power"
@@ -40,6 +40,7 @@ class PredictedServers(ResultTable):
     prompt_tokens: Floats = column("length of the prompts", form="{:,.0f}")
     answer_tokens: Floats = column("length of the answers", form="{:,.0f}")
     num_running: Floats = column("requests that fit into memory", form="{:,.0f}")
+    outside: Texts = column("sizes outside the fitted ones, which widen intervals")
     quantity: Texts = column("a key of `QUANTITIES`")
     measured: Floats = column("as measured; NaN if it was not", form="{:.4g}")
     low: Floats = column("5 % quantile", heading="5 %", form="{:.4g}")
@@ -99,6 +100,26 @@ class PooledEffects(ResultTable):
     group: Texts = column("name of the group; all for a shared coefficient")
     coefficient: Texts = column("coefficient")
     value: Floats = column("factor, or shared value", form="{:.3g}")
+    spread: Floats = column(
+        "of its logarithm over the prior's", heading="spread over the prior's"
+    )
+
+    @property
+    @computed_column(heading="determined by")
+    def origin(self) -> np.ndarray:
+        """The data, if they leave at most half of the prior's spread."""
+        return np.where(self.spread < DETERMINED_SPREAD, "data", "prior")
+
+
+class NextRows(ResultTable):
+    """Servers whose measurement would narrow a prediction most."""
+
+    target: Texts = column("name of the predicted row")
+    concurrency: Floats = column("requests in the system", form="{:,.0f}")
+    prompt_tokens: Floats = column("length of the prompts", form="{:,.0f}")
+    answer_tokens: Floats = column("length of the answers", form="{:,.0f}")
+    token_width: Floats = column("time per token", heading="time per token")
+    first_width: Floats = column("first token", heading="first token")
 
 
 class ServerTablesResult(ResultRecord):
@@ -107,8 +128,12 @@ class ServerTablesResult(ResultRecord):
     predictions: PredictedServers = column("predicted numbers", is_shown=False)
     refusals: Refusals = column("rows that were not read or not fitted")
     effects: PooledEffects = column("coefficients of the fit to all rows")
+    next_rows: NextRows = column("rows of a server that would narrow its intervals")
     split: str = column("digest of the split of the fitted rows")
     num_fitted: int = column("fitted rows")
+    server: str = column(
+        "fits to all rows, as a file; empty without them", is_reported=False
+    )
 
     def group_errors(self, left_out: str, by: str) -> GroupErrors:
         """Returns errors by a column of `PredictedServers`, worst median first."""

@@ -1,5 +1,6 @@
 """Fits and predictions of public tables of servers, with signed errors by group."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,11 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
     ReportPart,
     Study,
+    numbered_list,
 )
 from jaxkv.validation import ConfigRecord
 from scaling.calibration import (
+    DETERMINED_SPREAD,
     ENERGY_DISCREPANCY,
     INTERVAL_HALF,
     POWER_DISCREPANCY,
@@ -26,8 +29,12 @@ from scaling.calibration import (
     calibrate_loops,
     digest_split,
     find_implausible_servers,
+    find_outside_sizes,
+    format_loops,
     predict_servers,
+    rank_rows,
     read_measured_servers,
+    sizes_of_server,
     split_servers,
 )
 from scaling.cli.calibrate.server_results import (
@@ -36,6 +43,7 @@ from scaling.cli.calibrate.server_results import (
     TIME_PER_TOKEN,
     TOKEN_ENERGY,
     WATTS,
+    NextRows,
     PooledEffects,
     PredictedServers,
     Refusals,
@@ -43,6 +51,7 @@ from scaling.cli.calibrate.server_results import (
 )
 from scaling.cli.calibrate.study import DATA_VARIABLE
 
+_NUM_NEXT = 3
 PUBLIC_TABLES = ("aic_servers.csv", "mlenergy_servers.csv")
 """Files of public rows in the folder servers2026 of `DATA_VARIABLE`."""
 
@@ -87,6 +96,8 @@ def predict_server_tables(
     refusals = tables.refusals
     rows: list[tuple[object, ...]] = []
     effects: list[tuple[object, ...]] = []
+    next_rows: list[tuple[object, ...]] = []
+    server = ""
     folds = [
         (kind, fold)
         for kind in config.leave_out
@@ -104,19 +115,47 @@ def predict_server_tables(
     if "none" in config.leave_out or config.predict:
         calibration = calibrate_loops(fitted)
         effects = [*_effect_rows(calibration)]
+        server = format_loops(calibration)
         if "none" in config.leave_out:
             rows += server_rows(fitted, calibration, "none", "")
         for path in config.predict:
             table = read_measured_servers(path)
             refusals += _refusal_rows(path, table)
             rows += server_rows(table.servers, calibration, "table", path)
+            next_rows += _rank_next(table.servers, calibration)
     return ServerTablesResult(
         predictions=PredictedServers.of(rows),
         refusals=Refusals.of(refusals),
         effects=PooledEffects.of(effects),
+        next_rows=NextRows.of(next_rows),
         split=digest_split(fitted),
         num_fitted=len(fitted),
+        server=server,
     )
+
+
+def _rank_next(
+    servers: Sequence[MeasuredServer], calibration: LoopCalibration
+) -> Iterator[tuple[object, ...]]:
+    """Yields the rows of `NextRows` for the server with the widest interval."""
+    predicted = predict_servers(servers, calibration)
+    width = np.log(predicted.high_s / predicted.low_s)[:, 0]
+    target = servers[int(width.argmax())]
+    candidates = [
+        dataclasses.replace(
+            target,
+            concurrency=max(1.0, share * target.concurrency),
+            prompt_tokens=max(1.0, longer * target.prompt_tokens),
+            answer_tokens=max(1.0, longer * target.answer_tokens),
+            is_median_step=False,
+        )
+        for share in (1 / 16, 1 / 4, 1.0)
+        for longer in (1 / 4, 1.0)
+    ]
+    for gain in rank_rows(target, candidates, calibration)[:_NUM_NEXT]:
+        x = gain.server
+        sizes = (x.concurrency, x.prompt_tokens, x.answer_tokens)
+        yield target.name, *sizes, *gain.widths
 
 
 def find_public_tables(names: Sequence[str]) -> tuple[Path, ...]:
@@ -144,12 +183,14 @@ def server_rows(
     watts = _interval(predicted.watts, POWER_DISCREPANCY)
     joules = _interval(predicted.token_joules, ENERGY_DISCREPANCY)
     for i, server in enumerate(servers):
+        fitted_sizes = calibration.fit_of(server).sizes
+        outside = find_outside_sizes(fitted_sizes, sizes_of_server(server))
         place = (
             *(left_out, fold, server.name, server.model.name),
             "dense" if server.model.experts is None else "mixture",
             *(server.device.name, server.engine, server.weight_format),
             *(server.num_devices, server.concurrency, server.prompt_tokens),
-            *(server.answer_tokens, predicted.num_running[i]),
+            *(server.answer_tokens, predicted.num_running[i], ", ".join(outside)),
         )
         numbers = (
             (TIME_PER_TOKEN, server.token_s, *(x[i, 0] for x in latencies)),
@@ -196,15 +237,11 @@ def _refusal_rows(
 def _effect_rows(calibration: LoopCalibration) -> Iterator[tuple[object, ...]]:
     if calibration.power is not None:
         for name, value in calibration.power._asdict().items():
-            yield "power", "shared", "all", name, value
+            yield "power", "shared", "all", name, value, 0.0
     fits = {"dense": calibration.dense, "mixture": calibration.mixture}
     for name, fit in fits.items():
-        if fit is None:
-            continue
-        for coefficient, value in fit.coefficients().items():
-            yield name, "shared", "all", coefficient, value
-        for kind, group, coefficient, value in fit.effects():
-            yield name, kind, group, coefficient, value
+        for row in fit.rows() if fit is not None else ():
+            yield name, *row
 
 
 def plot(axes: np.ndarray, result: ServerTablesResult) -> None:
@@ -242,6 +279,7 @@ def metrics(result: ServerTablesResult) -> dict[str, object]:
         "errors": errors,
         "refusals": result.refusals.rows(),
         "effects": result.effects.rows(),
+        "next_rows": result.next_rows.rows(),
         "split": result.split,
         "num_fitted": result.num_fitted,
     }
@@ -267,20 +305,38 @@ def summary(result: ServerTablesResult) -> list[ReportPart]:
         parts.append(result.refusals.sheet_of_reasons())
     if len(result.effects):
         effects = result.effects
-        shown = effects.at(effects.kind != "shared")
-        parts.append(shown.sheet("effects: factors on coefficients"))
+        is_shared = effects.kind == "shared"
+        note = f"Data determine a value whose spread is below {DETERMINED_SPREAD:g}."
+        parts.append(effects.at(is_shared).sheet("coefficients", note=note))
+        parts.append(effects.at(~is_shared).sheet("effects: factors on coefficients"))
+    if len(result.next_rows):
+        note = (
+            "Rows of the server whose prediction is widest, and the width of its 90 % "
+            "interval after one of them is measured, over that of today."
+        )
+        parts.append(result.next_rows.sheet("measure next", note=note))
+    outside = result.predictions.where(left_out="table")
+    outside = outside.at(outside.outside != "")
+    if len(outside):
+        pairs = zip(outside.server.tolist(), outside.outside.tolist(), strict=True)
+        lines = [
+            f"{name}: {sizes} outside the fitted ones"
+            for name, sizes in dict(pairs).items()
+        ]
+        parts.append(numbered_list("warnings: intervals are wider", lines))
     return parts
 
 
 def files(result: ServerTablesResult) -> dict[str, str]:
-    """Returns the predictions of other tables as JSON, if there are any."""
+    """Returns predictions of other tables, and the fits to all rows, as JSON."""
+    contents = {"server.json": result.server} if result.server else {}
     rows = result.predictions.where(left_out="table").rows()
     for row in rows:
         for name, value in row.items():
             if isinstance(value, float) and not np.isfinite(value):
                 row[name] = None
     text = json.dumps(rows, indent=1, default=_to_number)
-    return {"prediction.json": text} if rows else {}
+    return contents | ({"prediction.json": text} if rows else {})
 
 
 def _to_number(value: np.generic) -> object:

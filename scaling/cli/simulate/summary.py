@@ -53,7 +53,7 @@ class RunSummary:
         sizes = _find_sizes(
             case, run, float(np.median(values.end_to_end_s.mean(axis=1)))
         )
-        self.outside = find_outside_sizes(case.posterior, sizes)
+        self.outside = find_outside_sizes(case.posterior.fitted_sizes, sizes)
         factors = find_latency_factors(case.posterior, case.fitted_model or "", sizes)
         draws = factors.draw(_NUM_FACTORS)
         self._case = case

@@ -222,12 +222,14 @@ def fitted_rows(posterior: ServerPosterior) -> list[tuple[str, str]]:
     """Returns the rows about the data of the coefficients."""
     models = ", ".join(posterior.residuals)
     devices = ", ".join(posterior.devices) or "unknown devices"
+    fitted = (
+        "mean end-to-end and median first-token times of "
+        f"{len(posterior.stages)} load stages of {models} on {devices}"
+    )
+    if not models:
+        fitted = f"times of {posterior.stages[0]}, on {devices}"
     return [
-        (
-            "fitted",
-            "mean end-to-end and median first-token times of "
-            f"{len(posterior.stages)} load stages of {models} on {devices}",
-        ),
+        ("fitted", fitted),
         ("percentiles", _describe_noise(posterior)),
     ]
 

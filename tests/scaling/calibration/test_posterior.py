@@ -195,15 +195,19 @@ def test_loads_outside_the_fitted_ones_have_wider_intervals(
     long = dataclasses.replace(FIRST, answer_tokens=164)
     outside = predict_stage(long, fitted)
     sizes = LoadSizes.of_stage(long, 1.0)
-    assert find_outside_sizes(fitted, LoadSizes.of_stage(FIRST, 1.0)) == {}
-    assert find_outside_sizes(fitted, sizes) == {"answer_tokens": (164, 20.0, 41.0)}
-    assert find_outside_sizes(fitted, sizes)["answer_tokens"].octaves == 2
+    assert find_outside_sizes(fitted.fitted_sizes, LoadSizes.of_stage(FIRST, 1.0)) == {}
+    assert find_outside_sizes(fitted.fitted_sizes, sizes) == {
+        "answer_tokens": (164, 20.0, 41.0)
+    }
+    assert find_outside_sizes(fitted.fitted_sizes, sizes)["answer_tokens"].octaves == 2
     near = LoadSizes(96.0, 42.0, 52.0)
-    assert find_outside_sizes(fitted, near) == {}
+    assert find_outside_sizes(fitted.fitted_sizes, near) == {}
     # Short answers are outside, and few requests are not.
-    few = find_outside_sizes(fitted, LoadSizes(100.0, 10.0, 0.25))
+    few = find_outside_sizes(fitted.fitted_sizes, LoadSizes(100.0, 10.0, 0.25))
     assert {name: x.octaves for name, x in few.items()} == {"answer_tokens": 1}
-    outside_sizes = find_outside_sizes(fitted, LoadSizes(100.0, 20.0, 200.0))
+    outside_sizes = find_outside_sizes(
+        fitted.fitted_sizes, LoadSizes(100.0, 20.0, 200.0)
+    )
     assert {name: x.octaves for name, x in outside_sizes.items()} == {"batch": 2}
     pairs = (("end_to_end_s", "mean"), ("first_token_s", "median"))
     for i, (latency, statistic) in enumerate(pairs):
@@ -214,7 +218,7 @@ def test_loads_outside_the_fitted_ones_have_wider_intervals(
         assert np.std(before) == pytest.approx(plain_sd, rel=0.3)
         wide_sd = (plain_sd**2 + (2 * EXTRAPOLATION[i]) ** 2) ** 0.5
         assert np.std(after) == pytest.approx(wide_sd, rel=0.3)
-    assert find_outside_sizes(fitted._replace(fitted_sizes=None), sizes) == {}
+    assert find_outside_sizes(None, sizes) == {}
 
 
 def test_models_and_loads_are_left_out_one_at_a_time() -> None:
