@@ -24,11 +24,13 @@ if TYPE_CHECKING:
         RowGain,
         ServerPrediction,
         calibrate_loops,
+        predict_roofline,
         predict_servers,
         rank_rows,
     )
     from scaling.calibration.closed_loops.loop_files import (
         LOOP_FILE,
+        PUBLISHED_LOOPS,
         draw_loop_posterior,
         fold_pace,
         format_loops,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
         sizes_of_server,
     )
     from scaling.calibration.closed_loops.power import (
+        JOULES_PER_KWH,
         PUBLISHED_POWER,
         PowerShares,
         RunEnergy,

@@ -15,7 +15,7 @@ first-token time, for a load outside the fitted sizes, for each factor of 2. Cal
 to one stage that was not fitted: answers of 1,448 tokens, where the longest fitted ones
 have 251, took 8 % longer than predicted, and first tokens came after 1.6 times the
 predicted time."""
-_SIZE_TOLERANCE = math.log2(1.05)
+_COVERED_OCTAVES = math.log2(1.05)
 
 
 class LoadSizes(NamedTuple):
@@ -78,7 +78,9 @@ def find_outside_sizes(
     sizes_by_name = {name: OutsideSize(*values) for name, *values in triples}
     if sizes_by_name["batch"].value < sizes_by_name["batch"].low:
         del sizes_by_name["batch"]
-    return {name: x for name, x in sizes_by_name.items() if x.octaves > _SIZE_TOLERANCE}
+    return {
+        name: x for name, x in sizes_by_name.items() if x.octaves > _COVERED_OCTAVES
+    }
 
 
 def outside_variance(

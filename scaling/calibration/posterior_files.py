@@ -26,8 +26,6 @@ from scaling.calibration.server_cost import (
 
 PUBLISHED_SERVERS = Path(__file__).with_name("vllm_h100.json")
 """Posterior of vLLM servers on H100s, written by `jaxkv calibrate`."""
-_PUBLISHED_SIZES = LoadSizes(570.68, 247.0, 9.0516), LoadSizes(786.73, 251.0, 102.714)
-"""Sizes of its stages, which the file does not have: it equals that of a record."""
 
 
 def save_posterior(path: Path, posterior: ServerPosterior) -> None:
@@ -107,9 +105,7 @@ def load_posterior(path: str | os.PathLike[str] = PUBLISHED_SERVERS) -> ServerPo
         if not (np.isfinite(draws).all() and np.isfinite(modes).all()):
             raise ValueError("coefficients must be above 0")
         sizes = document.get("fitted_sizes")
-        if path.resolve() == PUBLISHED_SERVERS.resolve():
-            sizes = _PUBLISHED_SIZES
-        elif sizes is not None:
+        if sizes is not None:
             low, high = (LoadSizes(**x) for x in sizes)
             if not all(0 < x <= y < math.inf for x, y in zip(low, high, strict=True)):
                 raise ValueError("fitted_sizes must be above 0, the smallest first")

@@ -10,9 +10,16 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
+from scaling.calibration.closed_loops.closed_loop import (
+    LOOP_PRIOR,
+    LoopCoefficients,
+    find_loop_latency,
+)
 from scaling.calibration.closed_loops.measured_servers import MeasuredServer
 from scaling.calibration.closed_loops.pooled_fit import (
     LOOP_NOISE,
@@ -27,6 +34,8 @@ from scaling.calibration.closed_loops.power import (
     fit_power,
     predict_watts,
 )
+from scaling.calibration.closed_loops.row_costs import RowWork, stack_work
+from scaling.calibration.server_cost import ServerCoefficients
 
 LOOP_LATENCIES = ("time per token", "first token")
 """Names of the predicted latencies, the columns of a prediction."""
@@ -148,6 +157,32 @@ def predict_servers(
         watts=watts,
         token_joules=watts * predicted.mean_token_s / predicted.num_running,
     )
+
+
+ROOFLINE_LOOP = LoopCoefficients(
+    server=ServerCoefficients(
+        **{
+            name: 0.0 if name.endswith("_s") or name == "delivery_lag" else 1.0
+            for name in ServerCoefficients._fields
+        }
+    )._replace(overlap=64.0),
+    **{name: 0.0 if name == "first_wave" else 1.0 for name in LOOP_PRIOR},
+)
+"""All rates of the data sheet, the larger of compute and reads, and no overhead; all
+prompts interrupt all answers, and none waits for another."""
+
+
+def predict_roofline(
+    servers: Sequence[MeasuredServer],
+) -> Float[np.ndarray, "servers 2"]:
+    """Returns the latencies of servers from data sheets, without a fit, in s."""
+    coefficients = jax.tree.map(jnp.float32, ROOFLINE_LOOP)
+
+    def times(work: RowWork) -> Float[Array, " 2"]:
+        latency = find_loop_latency(work, coefficients)
+        return jnp.stack([latency.token_s, latency.first_token_s])
+
+    return np.asarray(jax.jit(jax.vmap(times))(stack_work(servers)), np.float64)
 
 
 class RowGain(NamedTuple):

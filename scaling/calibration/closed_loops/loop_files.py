@@ -8,6 +8,7 @@ shares of power.
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ from scaling.calibration.server_cost import (
     find_deviations,
 )
 
+PUBLISHED_LOOPS = Path(__file__).parents[1] / "public_servers.json"
+"""Fits of public servers, written by `jaxkv calibrate`."""
 LOOP_VERSION = 1
 """Version of the coefficients of closed loops: raised when one changes its meaning."""
 LOOP_FILE = "closed loops"
@@ -63,7 +66,7 @@ def format_loops(calibration: LoopCalibration) -> str:
     return json.dumps(document) + "\n"
 
 
-def load_loops(path: str | os.PathLike[str]) -> LoopCalibration:
+def load_loops(path: str | os.PathLike[str] = PUBLISHED_LOOPS) -> LoopCalibration:
     """Reads a file that `jaxkv calibrate TABLE --out FILE.json` wrote.
 
     Raises:

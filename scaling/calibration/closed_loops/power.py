@@ -22,6 +22,7 @@ from scaling.calibration.server_cost import ServerCoefficients
 from scaling.calibration.server_runs import ServerRun
 from scaling.calibration.servers import ServerSetup
 
+JOULES_PER_KWH = 3.6e6
 POWER_NOISE = 0.1
 """Relative error of a row above which its weight in the fit falls."""
 _REWEIGHTINGS = 8

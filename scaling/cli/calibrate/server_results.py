@@ -43,6 +43,7 @@ class PredictedServers(ResultTable):
     outside: Texts = column("sizes outside the fitted ones, which widen intervals")
     quantity: Texts = column("a key of `QUANTITIES`")
     measured: Floats = column("as measured; NaN if it was not", form="{:.4g}")
+    roofline: Floats = column("by data sheets; NaN for energy", form="{:.4g}")
     low: Floats = column("5 % quantile", heading="5 %", form="{:.4g}")
     predicted: Floats = column("median", form="{:.4g}")
     high: Floats = column("95 % quantile", heading="95 %", form="{:.4g}")
@@ -52,6 +53,12 @@ class PredictedServers(ResultTable):
     def error(self) -> np.ndarray:
         """Relative error of the median; NaN without a measured value."""
         return self.predicted / self.measured - 1
+
+    @property
+    @computed_column(heading="roofline's error", form=format_percent)
+    def roofline_error(self) -> np.ndarray:
+        """Relative error of the roofline; NaN without a measured value."""
+        return self.roofline / self.measured - 1
 
     @property
     @computed_column(heading="in 90 %")
@@ -71,6 +78,11 @@ class GroupErrors(ResultTable):
     bias: Floats = column("median signed error", heading="signed", form="{:+.1%}")
     worst: Floats = column("largest error", heading="worst", form="{:+.0%}")
     covered: Floats = column("in 90 % intervals", heading="in 90 %", form="{:.0%}")
+    roofline: Floats = column(
+        "median signed error of data sheets on the same rows; NaN for energy",
+        heading="roofline, signed",
+        form="{:+.1%}",
+    )
 
 
 class Refusals(ResultTable):
@@ -150,7 +162,9 @@ class ServerTablesResult(ResultRecord):
                 median = (float(np.median(size)), float(np.median(error)))
                 worst = float(error[np.argmax(size)])
                 covered = float(part.is_in_90.mean())
-                rows.append((quantity, group, kind, len(part), *median, worst, covered))
+                sheet = float(np.median(part.roofline_error))
+                errors = (*median, worst, covered, sheet)
+                rows.append((quantity, group, kind, len(part), *errors))
         order = {quantity: i for i, quantity in enumerate(QUANTITIES)}
         rows.sort(key=lambda row: (order[row[0]], -row[4]))
         return GroupErrors.of(rows)

@@ -31,12 +31,15 @@ from scaling.calibration import (
     find_implausible_servers,
     find_outside_sizes,
     format_loops,
+    load_loops,
+    predict_roofline,
     predict_servers,
     rank_rows,
     read_measured_servers,
     sizes_of_server,
     split_servers,
 )
+from scaling.cli.calibrate.published_errors import published_sheet
 from scaling.cli.calibrate.server_results import (
     FIRST_TOKEN_TIME,
     QUANTITIES,
@@ -158,6 +161,26 @@ def _rank_next(
         yield target.name, *sizes, *gain.widths
 
 
+def predict_server_table(path: Path, fit: Path) -> ServerTablesResult:
+    """Predicts the rows of a table with a saved fit.
+
+    Raises:
+      ValueError: the table or the fit cannot be read.
+    """
+    calibration = load_loops(fit)
+    table = read_measured_servers(path)
+    rows = server_rows(table.servers, calibration, "table", path.name)
+    return ServerTablesResult(
+        predictions=PredictedServers.of(rows),
+        refusals=Refusals.of(_refusal_rows(path, table)),
+        effects=PooledEffects.of([]),
+        next_rows=NextRows.of(_rank_next(table.servers, calibration)),
+        split=digest_split(table.servers),
+        num_fitted=0,
+        server="",
+    )
+
+
 def find_public_tables(names: Sequence[str]) -> tuple[Path, ...]:
     """Returns the paths of tables, by default of the public ones in `DATA_VARIABLE`.
 
@@ -182,6 +205,7 @@ def server_rows(
     latencies = (predicted.low_s, predicted.median_s, predicted.high_s)
     watts = _interval(predicted.watts, POWER_DISCREPANCY)
     joules = _interval(predicted.token_joules, ENERGY_DISCREPANCY)
+    rooflines = predict_roofline(servers)
     for i, server in enumerate(servers):
         fitted_sizes = calibration.fit_of(server).sizes
         outside = find_outside_sizes(fitted_sizes, sizes_of_server(server))
@@ -192,17 +216,22 @@ def server_rows(
             *(server.num_devices, server.concurrency, server.prompt_tokens),
             *(server.answer_tokens, predicted.num_running[i], ", ".join(outside)),
         )
+        token_s, first_s = rooflines[i]
         numbers = (
-            (TIME_PER_TOKEN, server.token_s, *(x[i, 0] for x in latencies)),
-            (FIRST_TOKEN_TIME, server.first_token_s, *(x[i, 1] for x in latencies)),
-            (WATTS, server.watts, *(x[i] for x in watts)),
-            (TOKEN_ENERGY, server.token_joules, *(x[i] for x in joules)),
+            (TIME_PER_TOKEN, server.token_s, token_s, *(x[i, 0] for x in latencies)),
+            (
+                *(FIRST_TOKEN_TIME, server.first_token_s, first_s),
+                *(x[i, 1] for x in latencies),
+            ),
+            (WATTS, server.watts, np.nan, *(x[i] for x in watts)),
+            (TOKEN_ENERGY, server.token_joules, np.nan, *(x[i] for x in joules)),
         )
-        for name, measured, *quantiles in numbers:
+        for name, measured, roofline, *quantiles in numbers:
             if server.is_median_step and name == FIRST_TOKEN_TIME:
                 continue  # the prompts' lengths are not in the table
             if np.isfinite(quantiles).all():
-                yield *place, name, np.nan if measured is None else measured, *quantiles
+                real = np.nan if measured is None else measured
+                yield *place, name, real, roofline, *quantiles
 
 
 def _interval(median: np.ndarray, spread: float) -> tuple[np.ndarray, ...]:
@@ -301,6 +330,8 @@ def summary(result: ServerTablesResult) -> list[ReportPart]:
             errors = result.group_errors(kind, by)
             if len(errors):
                 parts.append(errors.sheet(f"{_TITLES[kind]}: errors by {by}"))
+    if any(np.isfinite(result.predictions.error)):
+        parts.append(published_sheet())
     if len(result.refusals):
         parts.append(result.refusals.sheet_of_reasons())
     if len(result.effects):

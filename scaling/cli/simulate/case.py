@@ -70,6 +70,8 @@ class ServerCase(NamedTuple):
     """Doubts about the rows of a trace."""
     usd_per_hour: float | None = None
     """Price of one device."""
+    grams_per_kwh: float | None = None
+    """Carbon of energy."""
     log: RequestLog | None = None
     """Measured times of the requests, with `--compare`."""
     session: Int[np.ndarray, " requests"] | None = None
@@ -185,6 +187,7 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
         fitted_model=_find_fitted(model, posterior),
         doubts=loads.doubts,
         usd_per_hour=options.usd_per_hour,
+        grams_per_kwh=options.grams_per_kwh,
         log=log,
         session=loads.session,
     )

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from jaxkv.workloads import SustainedRate, goodput
 from scaling.calibration import (
     ENERGY_DISCREPANCY,
+    JOULES_PER_KWH,
     POWER_DISCREPANCY,
     LoadSizes,
     ServerRun,
@@ -33,6 +34,7 @@ _NUM_FACTORS = 64
 """Factors of each draw."""
 _MEMORY_STEP_S = 0.05
 """Spacing of the times at which memory is read."""
+
 
 type Samples = Float[np.ndarray, "factors draws"]
 
@@ -182,7 +184,12 @@ class RunSummary:
             "watts": watts,
             "joules_per_token": token_joules,
             "joules_per_answer": token_joules * output.mean(),
+            "joules_per_million_tokens": 1e6 * token_joules,
         }
+        if (grams := self._case.grams_per_kwh) is not None:
+            for name in ("answer", "million_tokens"):
+                joules = values[f"joules_per_{name}"]
+                values[f"grams_per_{name}"] = joules * grams / JOULES_PER_KWH
         levels = (np.arange(_NUM_FACTORS) + 0.5) / _NUM_FACTORS
         normal = np.array([NormalDist().inv_cdf(x) for x in levels])
         intervals = {}

@@ -8,6 +8,7 @@ import numpy as np
 from jaxkv.report import Sheet, format_percent, format_rate
 from jaxkv.workloads import SustainedRate
 from scaling.calibration import (
+    JOULES_PER_KWH,
     MeasurementGain,
     OutsideSize,
     ServerPosterior,
@@ -17,6 +18,17 @@ from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
 from scaling.cli.simulate.summary import LEVEL, PROBABILITIES
 
 _NUM_MEASUREMENTS = 3
+_ENERGY_LABELS = {
+    "watts": ("power [W]", 1.0),
+    "joules_per_answer": ("an answer [J]", 1.0),
+    "joules_per_token": ("token of an answer [J]", 1.0),
+    "joules_per_million_tokens": (
+        "million tokens of answers [kWh]",
+        1 / JOULES_PER_KWH,
+    ),
+    "grams_per_answer": ("an answer [g of CO2]", 1.0),
+    "grams_per_million_tokens": ("million tokens of answers [kg of CO2]", 1e-3),
+}
 _LATENCY_LABELS = {
     "e2e_s": ("end to end [s]", 1.0),
     "ttft_s": ("first token [ms]", 1e3),
@@ -80,12 +92,9 @@ def run_sheets(document: dict[str, Any]) -> list[Sheet]:
         ]
     if (energy := document["energy"]) is not None:
         pairs += [
-            ("power [W]", format_estimate(energy, "watts", 1.0)),
-            ("an answer [J]", format_estimate(energy, "joules_per_answer", 1.0)),
-            (
-                "token of an answer [J]",
-                format_estimate(energy, "joules_per_token", 1.0),
-            ),
+            (label, format_estimate(energy, name, scale))
+            for name, (label, scale) in _ENERGY_LABELS.items()
+            if name in energy
         ]
     sheets = [latencies, Sheet("Throughput and memory", ("", ""), pairs)]
     if (sessions := document["sessions"]) is not None:
