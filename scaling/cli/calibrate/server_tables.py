@@ -9,12 +9,22 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxkv.plotting import BLUE, GREEN, RED, Panels, colors, set_labels
+from jaxkv.cli import CommandOutput
+from jaxkv.plotting import (
+    BLUE,
+    GREEN,
+    RED,
+    Panels,
+    colors,
+    render_figure,
+    set_labels,
+)
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
-    ReportPart,
+    Sheet,
     Study,
     numbered_list,
+    write_files,
 )
 from jaxkv.validation import ConfigRecord
 from scaling.calibration import (
@@ -161,26 +171,6 @@ def _rank_next(
         yield target.name, *sizes, *gain.widths
 
 
-def predict_server_table(path: Path, fit: Path) -> ServerTablesResult:
-    """Predicts the rows of a table with a saved fit.
-
-    Raises:
-      ValueError: the table or the fit cannot be read.
-    """
-    calibration = load_loops(fit)
-    table = read_measured_servers(path)
-    rows = server_rows(table.servers, calibration, "table", path.name)
-    return ServerTablesResult(
-        predictions=PredictedServers.of(rows),
-        refusals=Refusals.of(_refusal_rows(path, table)),
-        effects=PooledEffects.of([]),
-        next_rows=NextRows.of(_rank_next(table.servers, calibration)),
-        split=digest_split(table.servers),
-        num_fitted=0,
-        server="",
-    )
-
-
 def find_public_tables(names: Sequence[str]) -> tuple[Path, ...]:
     """Returns the paths of tables, by default of the public ones in `DATA_VARIABLE`.
 
@@ -322,9 +312,9 @@ _TITLES = {
 }
 
 
-def summary(result: ServerTablesResult) -> list[ReportPart]:
+def summary(result: ServerTablesResult) -> list[Sheet]:
     """Returns errors by model, device, engine and kind, and the refused rows."""
-    parts: list[ReportPart] = []
+    parts: list[Sheet] = []
     for kind in result.predictions.distinct("left_out"):
         for by in ("model", "device", "engine", "kind"):
             errors = result.group_errors(kind, by)
@@ -386,3 +376,44 @@ SERVER_TABLES = Study(
 )
 """Fits and predictions of tables of servers, as a run folder."""
 TABLES_QUESTION = "How far are predictions of public servers off that no fit has seen?"
+
+
+def report_server_table(
+    path: Path, fit: Path, *, out: Path | None, has_figure: bool
+) -> CommandOutput:
+    """Predicts the rows of a table with a saved fit, and reports signed errors.
+
+    Args:
+      path: the table.
+      fit: file of a fit of tables.
+      out: folder for prediction.json and the figure; None for none, with a figure for a
+        new one under runs/.
+      has_figure: True to draw the figure.
+
+    Raises:
+      ValueError: the table or the fit cannot be read.
+    """
+    calibration = load_loops(fit)
+    table = read_measured_servers(path)
+    result = ServerTablesResult(
+        predictions=PredictedServers.of(
+            server_rows(table.servers, calibration, "table", path.name)
+        ),
+        refusals=Refusals.of(_refusal_rows(path, table)),
+        effects=PooledEffects.of([]),
+        next_rows=NextRows.of(_rank_next(table.servers, calibration)),
+        split=digest_split(table.servers),
+        num_fitted=0,
+        server="",
+    )
+    document = metrics(result)
+    lines = []
+    if has_figure or out is not None:
+        contents: dict[str, str | bytes] = {**files(result)}
+        if has_figure:
+            contents |= render_figure(
+                lambda axes: plot(axes, result), panels=(1, 2), size_inches=(3.4, 4.5)
+            )
+        document["out"] = write_files(out, "simulate", contents)
+        lines.append(f"folder: {document['out']}")
+    return CommandOutput(document, summary(result), lines)

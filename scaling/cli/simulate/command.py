@@ -6,14 +6,12 @@ of a table.
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxkv.cli import CommandOutput, Terminal, WorkStopped
 from jaxkv.files import read_table
-from jaxkv.plotting import render_figure
 from jaxkv.report import dumps, write_files
 from scaling.calibration import (
     PUBLISHED_LOOPS,
@@ -22,7 +20,7 @@ from scaling.calibration import (
     format_posterior,
     simulate_server,
 )
-from scaling.cli.calibrate import server_tables
+from scaling.cli.calibrate import report_server_table
 from scaling.cli.simulate import comparison, stages, tables
 from scaling.cli.simulate.case import (
     ServerCase,
@@ -153,7 +151,12 @@ def _predict_stages(name: str, options: SimulateOptions) -> CommandOutput:
             raise ValueError(f"{flag} and --stages exclude each other")
     assert options.stages is not None
     if find_server_form(read_table(options.stages, allow_partial=False).names):
-        return _predict_servers(options, options.stages)
+        return report_server_table(
+            options.stages,
+            options.coefficients or PUBLISHED_LOOPS,
+            out=options.out,
+            has_figure=options.plot,
+        )
     with Terminal() as bars:
         document, posterior = stages.predict_table(options, bars)
         _refuse_partial(bars)
@@ -168,26 +171,6 @@ def _predict_stages(name: str, options: SimulateOptions) -> CommandOutput:
         lines.append(f"folder: {document['out']}")
     parts = [stages.stage_sheet(document), stages.judgement_sheet(document, posterior)]
     return CommandOutput(document, parts, lines)
-
-
-def _predict_servers(options: SimulateOptions, path: Path) -> CommandOutput:
-    """Runs `jaxkv simulate --stages TABLE` with a table of servers."""
-    result = server_tables.predict_server_table(
-        path, options.coefficients or PUBLISHED_LOOPS
-    )
-    document = server_tables.metrics(result)
-    lines = []
-    if options.plot or options.out is not None:
-        contents: dict[str, str | bytes] = {**server_tables.files(result)}
-        if options.plot:
-            contents |= render_figure(
-                lambda axes: server_tables.plot(axes, result),
-                panels=(2, 1),
-                size_inches=(7.0, 4.5),
-            )
-        document["out"] = write_files(options.out, "simulate", contents)
-        lines.append(f"folder: {document['out']}")
-    return CommandOutput(document, server_tables.summary(result), lines)
 
 
 def _refuse_partial(bars: Terminal) -> None:

@@ -561,7 +561,8 @@ def test_each_policy_has_its_own_schedule(simulate: Command) -> None:
 def test_a_table_of_servers_has_signed_errors(jaxkv: Command) -> None:
     """By the published fit, which saw these rows."""
     table = str(GOLDEN / "aic_servers.csv")
-    report = document(jaxkv, "simulate", "--stages", table)
+    report = document(jaxkv, "simulate", "--stages", table, "--plot")
+    assert (Path(report["out"]) / "figure-2.png").exists()
     rows = [x for x in report["errors"] if x["by"] == "device"]
     assert {row["quantity"] for row in rows} >= {"time per token", "first token"}
     assert all(abs(row["bias"]) <= row["median"] for row in rows)
