@@ -8,11 +8,8 @@ from jaxkv.files import read_table
 from jaxkv.report import Experiment
 from jaxkv.validation import ConfigRecord
 from scaling.calibration import find_server_form
-from scaling.cli.calibrate.server_tables import (
-    SERVER_TABLES,
-    TABLES_QUESTION,
-    ServerTablesConfig,
-)
+from scaling.cli.calibrate.server_report import SERVER_TABLES, TABLES_QUESTION
+from scaling.cli.calibrate.server_tables import ServerTablesConfig
 from scaling.cli.calibrate.study import QUESTION, STUDY, CalibrationConfig
 
 
