@@ -21,9 +21,20 @@ if TYPE_CHECKING:
         LOOP_LATENCIES,
         POWER_DISCREPANCY,
         LoopCalibration,
+        RowGain,
         ServerPrediction,
         calibrate_loops,
+        predict_roofline,
         predict_servers,
+        rank_rows,
+    )
+    from scaling.calibration.closed_loops.loop_files import (
+        LOOP_FILE,
+        PUBLISHED_LOOPS,
+        draw_loop_posterior,
+        fold_pace,
+        format_loops,
+        load_loops,
     )
     from scaling.calibration.closed_loops.measured_servers import (
         ENGINES,
@@ -37,10 +48,13 @@ if TYPE_CHECKING:
         EFFECTS,
         LoopFit,
         LoopPrediction,
+        draw_loop_coefficients,
         fit_loops,
         predict_loops,
+        sizes_of_server,
     )
     from scaling.calibration.closed_loops.power import (
+        JOULES_PER_KWH,
         PUBLISHED_POWER,
         PowerShares,
         RunEnergy,
@@ -62,6 +76,15 @@ if TYPE_CHECKING:
         find_implausible_servers,
         split_servers,
     )
+    from scaling.calibration.load_sizes import (
+        EXTRAPOLATION,
+        LoadSizes,
+        OutsideSize,
+        SizeRange,
+        find_outside_sizes,
+        find_size_range,
+        outside_variance,
+    )
     from scaling.calibration.measurements import (
         LatencySummary,
         MeasuredStage,
@@ -73,15 +96,12 @@ if TYPE_CHECKING:
     )
     from scaling.calibration.posterior import (
         DISCREPANCY,
-        EXTRAPOLATION,
         FIT_ROUNDS,
         STAGE_NOISE,
         LatencyFactors,
-        LoadSizes,
-        OutsideSize,
         ServerPosterior,
+        draw_noise_scales,
         find_latency_factors,
-        find_outside_sizes,
         fit_posterior,
         leave_out,
         predict_stage,
@@ -102,8 +122,15 @@ if TYPE_CHECKING:
         make_log_load,
         read_request_log,
     )
+    from scaling.calibration.request_noise import (
+        RequestNoise,
+        find_request_noise,
+        noise_quantile,
+        tail_factor,
+    )
     from scaling.calibration.server_cost import (
         COST_VERSION,
+        DETERMINED_SPREAD,
         PRIOR,
         ServerCoefficients,
         ServerCost,

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from scaling.calibration.posterior import (
-    EXTRAPOLATION,
-    STAGE_NOISE,
+from scaling.calibration.load_sizes import (
     LoadSizes,
+    find_size_range,
+    outside_variance,
+)
+from scaling.calibration.posterior import (
+    STAGE_NOISE,
     ServerPosterior,
     find_latency_factors,
-    find_outside_sizes,
 )
 from scaling.calibration.server_cost import ServerCoefficients, draw_coefficients
 from scaling.calibration.servers import ServerSetup
@@ -81,15 +83,19 @@ def rank_measurements(
     centred = logs - logs.mean(axis=0)
     covariance = (centred * centred[:, :1]).sum(axis=0) / (num_draws - 1) + discrepancy
     variance = logs.var(axis=0, ddof=1) + discrepancy + STAGE_NOISE**2
-    before = variance[0] + _outside_variance(posterior, sizes[0])
+    before = variance[0] + outside_variance(posterior.fitted_sizes, sizes[0])
     gains = []
     for index in range(1, len(loads)):
         if not sizes[index].batch < _FULL_BATCH * setup.max_num_seqs:
             continue
-        measured = variance[index] + _outside_variance(posterior, sizes[index])
-        wider = _extend(posterior, sizes[index])
+        measured = variance[index] + outside_variance(
+            posterior.fitted_sizes, sizes[index]
+        )
+        wider = posterior.fitted_sizes and find_size_range(
+            [*posterior.fitted_sizes, sizes[index]]
+        )
         after = variance[0] - covariance[index] ** 2 / measured
-        after = after + _outside_variance(wider, sizes[0])
+        after = after + outside_variance(wider, sizes[0])
         widths = np.sqrt(after / before).tolist()
         gains.append(MeasurementGain(loads[index], *widths))
     # Of about equal gains, the lightest load is first.
@@ -105,24 +111,3 @@ def rank_measurements(
 def _sizes_of(load: SteadyLoad, end_to_end_s: float, setup: ServerSetup) -> LoadSizes:
     batch = min(float(load.rate_per_s) * end_to_end_s, setup.max_num_seqs)
     return LoadSizes(float(load.prompt_tokens), float(load.answer_tokens), batch)
-
-
-def _outside_variance(
-    posterior: ServerPosterior, sizes: LoadSizes
-) -> Float[np.ndarray, " 2"]:
-    """Returns the variance for sizes that the fitted stages do not cover."""
-    outside = find_outside_sizes(posterior, sizes).values()
-    return EXTRAPOLATION**2 * sum(x.octaves**2 for x in outside)
-
-
-def _extend(posterior: ServerPosterior, sizes: LoadSizes) -> ServerPosterior:
-    """Returns a posterior whose fitted sizes include those of a further stage."""
-    if posterior.fitted_sizes is None:
-        return posterior
-    low, high = posterior.fitted_sizes
-    return posterior._replace(
-        fitted_sizes=(
-            LoadSizes(*np.minimum(low, sizes).tolist()),
-            LoadSizes(*np.maximum(high, sizes).tolist()),
-        )
-    )

@@ -15,7 +15,6 @@ Sources: Kennedy and O'Hagan 2001, doi:10.1111/1467-9868.00294 (discrepancy);
 Rubin 1988, "Using the SIR algorithm to simulate posterior distributions".
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
 from typing import Literal, NamedTuple
@@ -27,7 +26,18 @@ from jaxtyping import Array, Float
 
 from jaxkv import validation
 from scaling import shapes
+from scaling.calibration.load_sizes import (
+    LoadSizes,
+    SizeRange,
+    find_size_range,
+    outside_variance,
+)
 from scaling.calibration.measurements import LatencySummary, MeasuredStage
+from scaling.calibration.request_noise import (
+    RequestNoise,
+    find_request_noise,
+    tail_factor,
+)
 from scaling.calibration.server_cost import (
     PRIOR,
     ServerCoefficients,
@@ -48,35 +58,12 @@ the first-token time. Assumed, not fitted: three models do not determine it."""
 STAGE_NOISE = np.array([0.015, 0.04])
 """Standard deviation of a stage's noise: load, start-up, and the seed of a window."""
 
-EXTRAPOLATION = np.array([0.05, 0.12])
-"""Standard deviation of the same logarithms for a load outside the fitted sizes, for
-each factor of 2. Calibrated to one stage that was not fitted: answers of 1,448 tokens,
-where the longest fitted ones have 251, took 8 % longer than predicted, and first tokens
-came after 1.6 times the predicted time."""
-
 FIT_ROUNDS = 3
 """Times that a fit simulates each stage."""
 _DRAWS_PER_ROUND = 8
 _NUM_PROPOSALS = 20_000
 _MAX_GAUSS_NEWTON = 40
 _LONGEST_STEP = 2.0
-
-
-class LoadSizes(NamedTuple):
-    """Sizes of a load, by which a prediction is compared with the fitted stages."""
-
-    prompt_tokens: float
-    """Mean length of the prompts in tokens, cached ones included."""
-    answer_tokens: float
-    """Mean length of the answers in tokens."""
-    batch: float
-    """Requests in the system by Little's law, at most `max_num_seqs`."""
-
-    @classmethod
-    def of_stage(cls, stage: MeasuredStage, end_to_end_s: float) -> "LoadSizes":
-        """Returns the sizes of a stage with a mean end-to-end time in s."""
-        batch = min(stage.rate_per_s * end_to_end_s, stage.max_num_seqs)
-        return cls(stage.prompt_tokens, stage.answer_tokens, batch)
 
 
 class ServerPosterior(NamedTuple):
@@ -97,8 +84,12 @@ class ServerPosterior(NamedTuple):
     """Effective number of the proposals: below a few hundred, the draws repeat."""
     devices: tuple[str, ...]
     """Names of the devices of the fitted stages."""
-    fitted_sizes: tuple[LoadSizes, LoadSizes] | None = None
+    fitted_sizes: SizeRange | None = None
     """Smallest and largest sizes of the fitted stages; None if they are unknown."""
+    noise: RequestNoise | None = None
+    """Noise of requests, which percentiles include; None if it was not fitted."""
+    discrepancy: Float[np.ndarray, " 2"] | None = None
+    """Discrepancy of a model that was not fitted; None means `DISCREPANCY`."""
 
 
 @validation.checks_numbers(num_draws=2, seed=validation.SEEDS)
@@ -136,6 +127,7 @@ def fit_posterior(
     rng = np.random.default_rng(seed)
     mode = np.zeros(len(PRIOR))
     corrections = np.zeros_like(data)
+    tails = np.zeros_like(data)
     for _ in range(FIT_ROUNDS):
         mode, factor = _find_mode(
             surrogate, jacobian, data - corrections, whitener, mode
@@ -144,7 +136,7 @@ def fit_posterior(
         near[0] = mode
         simulated = np.empty((_DRAWS_PER_ROUND, *data.shape))
         for i, stage in enumerate(steady_stages):
-            simulated[:, i] = _simulated_targets(stage, near)
+            simulated[:, i], tails[i] = _simulate_targets(stage, near)
             on_simulated()
         errors = np.log(simulated) - np.asarray(batched(jnp.float32(near)))
         corrections = np.median(errors, axis=0)
@@ -176,9 +168,9 @@ def fit_posterior(
         devices=tuple(
             {find_device(stage.device).name: None for stage in steady_stages}
         ),
-        fitted_sizes=(
-            LoadSizes(*np.min(sizes, axis=0).tolist()),
-            LoadSizes(*np.max(sizes, axis=0).tolist()),
+        fitted_sizes=find_size_range(sizes),
+        noise=find_request_noise(
+            np.array(list(map(_measured_tails, steady_stages))), tails
         ),
     )
 
@@ -198,15 +190,25 @@ def predict_stage(
     name = shapes.describe_checkpoint(stage.model).name
     sizes = LoadSizes.of_stage(stage, float(np.median(latencies.end_to_end_s.mean)))
     (factor,) = find_latency_factors(posterior, name, sizes).draw(seed=seed)
-    total_factor, first = factor.T
-    return StageLatencies(
-        *(
-            LatencySummary(*(x * scale for x in summary))
-            for summary, scale in zip(
-                latencies, (total_factor, first, total_factor), strict=True
-            )
-        )
-    )
+    scales = draw_noise_scales(posterior, seed=seed)
+    summaries = []
+    for summary, kind in zip(latencies, (0, 1, 0), strict=True):
+        tail = tail_factor(summary.p99, summary.median, 0.99, scales[:, kind])
+        summary = summary._replace(p99=summary.p99 * tail)
+        summaries.append(LatencySummary(*(x * factor[:, kind] for x in summary)))
+    return StageLatencies(*summaries)
+
+
+def draw_noise_scales(
+    posterior: ServerPosterior, *, seed: int = 0
+) -> Float[np.ndarray, "draws 2"]:
+    """Draws scales of the noise of requests, one for each draw; 0 without a noise."""
+    num = len(posterior.deviations)
+    if posterior.noise is None:
+        return np.zeros((num, 2))
+    scale, doubt = posterior.noise
+    spread = LatencyFactors(np.tile(np.log(scale), (num, 1)), doubt)
+    return spread.draw(seed=seed + 1)[0]
 
 
 class LatencyFactors(NamedTuple):
@@ -236,42 +238,6 @@ class LatencyFactors(NamedTuple):
         return np.exp(self.mean + self.spread * normal)
 
 
-class OutsideSize(NamedTuple):
-    """A size of a load outside those of the fitted stages."""
-
-    value: float
-    low: float
-    """Smallest size of the fitted stages."""
-    high: float
-    """Largest size of the fitted stages."""
-
-    @property
-    def octaves(self) -> float:
-        """Factors of 2 between the value and the nearest fitted size."""
-        return max(math.log2(self.low / self.value), math.log2(self.value / self.high))
-
-
-def find_outside_sizes(
-    posterior: ServerPosterior, sizes: LoadSizes
-) -> dict[str, OutsideSize]:
-    """Returns the sizes of a load, by name, that the fitted stages do not cover.
-
-    Sizes within 5 % of the fitted ones count as covered, and so does a smaller batch:
-    an idle server has less work of each kind.
-    """
-    if posterior.fitted_sizes is None:
-        return {}
-    sizes_by_name = {
-        name: OutsideSize(*values)
-        for name, *values in zip(
-            LoadSizes._fields, sizes, *posterior.fitted_sizes, strict=True
-        )
-    }
-    if sizes_by_name["batch"].value < sizes_by_name["batch"].low:
-        del sizes_by_name["batch"]
-    return {name: x for name, x in sizes_by_name.items() if x.octaves > math.log2(1.05)}
-
-
 def find_latency_factors(
     posterior: ServerPosterior, model: str, sizes: LoadSizes | None = None
 ) -> LatencyFactors:
@@ -287,15 +253,15 @@ def find_latency_factors(
       sizes: sizes of the load; None means that they are among the fitted ones.
     """
     mean = np.zeros((len(posterior.deviations), 2))
-    variance = DISCREPANCY**2
+    assumed = posterior.discrepancy
+    variance = (DISCREPANCY if assumed is None else assumed) ** 2
     if model in posterior.residuals:
         # The discrepancy given the residuals of the model's stages.
         share = variance / (variance + STAGE_NOISE**2 / posterior.num_stages[model])
         mean = share * posterior.residuals[model]
         variance = variance * (1 - share)
     if sizes is not None:
-        outside = find_outside_sizes(posterior, sizes).values()
-        variance = variance + EXTRAPOLATION**2 * sum(x.octaves**2 for x in outside)
+        variance = variance + outside_variance(posterior.fitted_sizes, sizes)
     return LatencyFactors(mean, np.sqrt(variance + STAGE_NOISE**2))
 
 
@@ -366,13 +332,26 @@ def _targets(stage: MeasuredStage) -> tuple[float, float]:
     return stage.end_to_end_s.mean, stage.first_token_s.median
 
 
-def _simulated_targets(
+def _simulate_targets(
     stage: MeasuredStage, deviations: Float[np.ndarray, "draws coefficients"]
-) -> Float[np.ndarray, "draws 2"]:
+) -> tuple[Float[np.ndarray, "draws 2"], Float[np.ndarray, " 2"]]:
+    """Returns the fitted times by simulation, and the tails at the first draw."""
     latencies = simulate_stage(stage, draw_coefficients(deviations))
-    return np.stack(
-        [latencies.end_to_end_s.mean, latencies.first_token_s.median], axis=1
-    )
+    end_to_end = latencies.end_to_end_s
+    first = latencies.first_token_s
+    targets = np.stack([end_to_end.mean, first.median], axis=1)
+    return targets, np.array([_tail(x)[0] for x in (end_to_end, first)])
+
+
+def _measured_tails(stage: MeasuredStage) -> list[float]:
+    assert stage.end_to_end_s is not None
+    assert stage.first_token_s is not None
+    return [float(_tail(x)) for x in (stage.end_to_end_s, stage.first_token_s)]
+
+
+def _tail(summary: LatencySummary) -> Float[np.ndarray, "*draws"]:
+    """Returns the logarithm of P99 over the median."""
+    return np.log(np.asarray(summary.p99) / summary.median)
 
 
 def _make_whitener(models: Sequence[str]) -> Float[np.ndarray, "2 stages stages"]:

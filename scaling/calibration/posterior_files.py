@@ -14,7 +14,9 @@ import numpy as np
 
 from jaxkv import validation
 from jaxkv.files import read_json, write_atomically
-from scaling.calibration.posterior import LoadSizes, ServerPosterior
+from scaling.calibration.load_sizes import LoadSizes
+from scaling.calibration.posterior import ServerPosterior
+from scaling.calibration.request_noise import RequestNoise
 from scaling.calibration.server_cost import (
     COST_VERSION,
     ServerCoefficients,
@@ -24,8 +26,6 @@ from scaling.calibration.server_cost import (
 
 PUBLISHED_SERVERS = Path(__file__).with_name("vllm_h100.json")
 """Posterior of vLLM servers on H100s, written by `jaxkv calibrate`."""
-_PUBLISHED_SIZES = LoadSizes(570.68, 247.0, 9.0516), LoadSizes(786.73, 251.0, 102.714)
-"""Sizes of its stages, which the file does not have: it equals that of a record."""
 
 
 def save_posterior(path: Path, posterior: ServerPosterior) -> None:
@@ -53,6 +53,8 @@ def format_posterior(posterior: ServerPosterior) -> str:
         "num_effective": posterior.num_effective,
         "fitted_sizes": posterior.fitted_sizes
         and [x._asdict() for x in posterior.fitted_sizes],
+        "request_noise": posterior.noise
+        and {name: rounded(x) for name, x in posterior.noise._asdict().items()},
         "models": {
             name: {
                 "num_stages": posterior.num_stages[name],
@@ -103,13 +105,18 @@ def load_posterior(path: str | os.PathLike[str] = PUBLISHED_SERVERS) -> ServerPo
         if not (np.isfinite(draws).all() and np.isfinite(modes).all()):
             raise ValueError("coefficients must be above 0")
         sizes = document.get("fitted_sizes")
-        if path.resolve() == PUBLISHED_SERVERS.resolve():
-            sizes = _PUBLISHED_SIZES
-        elif sizes is not None:
+        if sizes is not None:
             low, high = (LoadSizes(**x) for x in sizes)
             if not all(0 < x <= y < math.inf for x, y in zip(low, high, strict=True)):
                 raise ValueError("fitted_sizes must be above 0, the smallest first")
             sizes = low, high
+        noise = document.get("request_noise")
+        if noise is not None:
+            noise = RequestNoise(
+                *(np.array(noise[x], float) for x in RequestNoise._fields)
+            )
+            if not all(x.shape == (2,) and (x >= 0).all() for x in noise):
+                raise ValueError("request_noise must have two numbers of at least 0")
         return ServerPosterior(
             deviations=draws,
             residuals=residuals,
@@ -122,6 +129,7 @@ def load_posterior(path: str | os.PathLike[str] = PUBLISHED_SERVERS) -> ServerPo
             num_effective=float(document["num_effective"]),
             devices=tuple(document["devices"]),
             fitted_sizes=sizes,
+            noise=noise,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: no posterior of servers: {error}") from None

@@ -5,13 +5,18 @@ A log has a row for each request, in any order, with times in s from any origin:
     arrival_s, first_token_s, last_token_s     as the client or the server saw them
     prompt_tokens, answer_tokens               tokens of prompt and answer
 
-Further columns are ignored. The detailed result of vLLM's benchmark (`vllm bench serve
---save-result --save-detailed`) is a log as well. Every request is simulated with the
-same arrival, so the simulated queue can be compared with the measured one, request by
-request.
+Further columns are ignored. The detailed results of vLLM's benchmark (`vllm bench serve
+--save-result --save-detailed`) and of SGLang's (`sglang.bench_serving --output-file F
+--output-details`) are logs as well. SGLang's has no arrivals: they follow from an
+infinite request rate, with or without `--max-concurrency`, and from no other. Every
+request is simulated with the same arrival, so the simulated queue can be compared with
+the measured one, request by request.
 """
 
+import heapq
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +26,9 @@ from jaxtyping import Float, Int
 from jaxkv import validation
 from jaxkv.files import RawRow, parse_json, read_table, read_text
 from jaxkv.scheduling import Policy
+from scaling.calibration.load_sizes import LoadSizes
 from scaling.calibration.measurements import LONGEST_STEP_S, RowCells
-from scaling.calibration.posterior import LoadSizes, ServerPosterior
+from scaling.calibration.posterior import ServerPosterior
 from scaling.calibration.server_cost import PRIOR, draw_coefficients
 from scaling.calibration.server_runs import ServerRun, simulate_server
 from scaling.calibration.servers import ServerLoad, ServerSetup, make_server_load
@@ -65,7 +71,7 @@ class RequestLog(NamedTuple):
 
 
 def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
-    """Reads a log of requests: a table (CSV, JSON lines, ...) or a vLLM benchmark.
+    """Reads a log of requests: a table (CSV, JSON lines, ...) or a benchmark's result.
 
     Raises:
       ValueError: the file cannot be read, lacks a column or has fewer than 2 requests,
@@ -73,7 +79,7 @@ def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
         line with the file and the row.
     """
     path = validation.path("path", path)
-    rows = _read_benchmark(path) if path.suffix == ".json" else None
+    rows = _read_benchmark(path) if path.suffix in (".json", ".jsonl") else None
     if rows is None:
         table = read_table(path)
         absent = [name for name in _LOG_COLUMNS if name not in table.names]
@@ -99,7 +105,7 @@ def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
             )
         prompt = cells.integer("prompt_tokens")
         numbers.append((arrival_s, prompt, answer, first_s, last_s, row.number))
-    numbers.sort()
+    numbers.sort(key=lambda x: x[0])  # requests of one time keep their order
     arrival, prompt, answer, first, last, number = map(
         np.array, zip(*numbers, strict=True)
     )
@@ -110,33 +116,83 @@ def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
 
 
 def _read_benchmark(path: Path) -> list[RawRow] | None:
-    """Reads the result of a vLLM benchmark; None if the file has another form."""
-    data = parse_json(read_text(path), path)
+    """Reads the result of a benchmark; None if the file has another form."""
+    text = read_text(path)
+    lines = [text] if path.suffix == ".json" else [x for x in text.split("\n") if x]
+    data = parse_json(lines[0], path) if lines else None
     if not isinstance(data, dict) or "ttfts" not in data:
         return None
-    names = ("start_times", "input_lens", "output_lens", "ttfts", "itls", "errors")
+    if len(lines) > 1:
+        raise ValueError(
+            f"{path}: has {len(lines)} results of a benchmark; a log has one"
+        )
+    names = ("input_lens", "output_lens", "ttfts", "itls", "errors")
     columns = [data.get(name) for name in names]
     lists = [x for x in columns if isinstance(x, list)]
     if len(lists) < len(names) or len({len(x) for x in lists}) > 1:
         raise ValueError(
             f"{path}: needs {', '.join(names)} of equal lengths, as of vllm bench "
-            "serve --save-result --save-detailed"
+            "serve --save-result --save-detailed, or of sglang.bench_serving "
+            "--output-file FILE --output-details"
         )
-    rows = []
+    tokens = []
+    spans = []
     for number, row in enumerate(zip(*lists, strict=True), 1):
-        start, prompt, answer, first, gaps, error = row
+        prompt, answer, first, gaps, error = row
         if error:
             raise ValueError(f"{path}: request {number} failed: {error!s:.80}")
         try:
-            first_s = start + first
-            last_s = first_s + sum(gaps)
-        except TypeError:
+            spans.append((float(first), float(first) + float(sum(gaps))))
+        except (TypeError, ValueError):
             raise ValueError(
-                f"{path}: request {number}: start_times, ttfts and itls must be numbers"
+                f"{path}: request {number}: ttfts and itls must be numbers"
             ) from None
-        cells = zip(_LOG_COLUMNS, (start, prompt, answer, first_s, last_s), strict=True)
-        rows.append(RawRow(number, 0, dict(cells)))
+        tokens.append((prompt, answer))
+    starts = data.get("start_times")
+    if starts is None:
+        starts = _find_starts(data, [last for _, last in spans], path)
+    if not isinstance(starts, list) or len(starts) != len(spans):
+        raise ValueError(f"{path}: start_times must have {len(spans)} numbers")
+    rows = []
+    for number, start in enumerate(starts, 1):
+        first_s, last_s = spans[number - 1]
+        if not isinstance(start, int | float):
+            raise ValueError(f"{path}: request {number}: start_times must be numbers")
+        numbers = (start, *tokens[number - 1], start + first_s, start + last_s)
+        rows.append(RawRow(number, 0, dict(zip(_LOG_COLUMNS, numbers, strict=True))))
     return rows
+
+
+def _find_starts(
+    data: dict[str, object], spans_s: Sequence[float], path: Path
+) -> list[float]:
+    """Returns the starts of a benchmark without arrivals, from the ends of requests.
+
+    All requests are sent at once, or each when the number of others falls below the
+    largest concurrency, in the order of the file.
+
+    Raises:
+      ValueError: requests were sent at random times.
+    """
+    rate = data.get("request_rate")
+    limit = data.get("max_concurrency")
+    if rate != math.inf:
+        raise ValueError(
+            f"{path}: has no start_times, and request_rate={rate!r} sends requests at "
+            "times that the file does not have; --request-rate inf is read, with or "
+            "without --max-concurrency"
+        )
+    if limit is None:
+        return [0.0] * len(spans_s)
+    if type(limit) is not int or limit < 1:
+        raise ValueError(f"{path}: max_concurrency={limit!r} must be at least 1")
+    ends: list[float] = []
+    starts = []
+    for span_s in spans_s:
+        start_s = heapq.heappop(ends) if len(ends) == limit else 0.0
+        heapq.heappush(ends, start_s + span_s)
+        starts.append(start_s)
+    return starts
 
 
 def make_log_load(log: RequestLog, setup: ServerSetup) -> ServerLoad:

@@ -118,6 +118,10 @@ predictions of left-out rows of that table are not free of it.
 Source: github.com/deepseek-ai/FlashMLA, README (3000 GB/s)."""
 
 
+DETERMINED_SPREAD = 0.5
+"""Standard deviation, over that of the prior, below which data determine a value."""
+
+
 def draw_coefficients(
     deviations: Float[np.ndarray, "*draws coefficients"],
 ) -> ServerCoefficients:

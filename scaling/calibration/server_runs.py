@@ -131,14 +131,14 @@ def simulate_server(
 ) -> list[ServerRun]:
     """Simulates loads of a server for each draw of the coefficients.
 
-    All loads and draws are members of one mapped program; the draws see the same
-    requests. Loads with about the same number of requests share a program for equal
-    numbers of loads and draws.
+    All loads and draws are members of one mapped program. Loads with about the same
+    number of requests share a program for equal numbers of loads and draws.
 
     Args:
       setup: the server.
       loads: the loads.
-      coefficients: draws, with one leading axis on every leaf.
+      coefficients: draws, with one leading axis on every leaf: each load is simulated
+        with all of them. With two leading axes, loads and draws, each load has its own.
       policy: scheduling policy; None is vLLM's. A policy that does not admit in order
         of arrival sees the whole queue, at a cost: 64 waiting requests take 1.5 times
         the time of 16, 256 take 4 times and 1,024 take 14 times, and each power of 2 is
@@ -155,8 +155,13 @@ def simulate_server(
       ValueError: the model or a request does not fit into memory or `max_model_len`, or
         the coefficients have no draws.
     """
-    if np.ndim(coefficients.step_s) != 1:
-        raise ValueError("coefficients must have one leading axis, of draws")
+    if np.ndim(coefficients.step_s) not in (1, 2):
+        raise ValueError(
+            "coefficients must have one leading axis, of draws, or two, of loads and "
+            "draws"
+        )
+    shape = (len(loads), np.shape(coefficients.step_s)[-1])
+    draws = jax.tree.map(lambda x: np.broadcast_to(x, shape), coefficients)
     num_slots = validation.integer("num_slots", num_slots, low=1)
     num_slots = min(num_slots, setup.max_num_seqs)
     if policy is None:
@@ -169,8 +174,9 @@ def simulate_server(
     waiting = list(range(len(loads)))
     while waiting:
         chosen = [loads[at] for at in waiting]
+        part = ServerCoefficients(*(x[waiting] for x in draws))
         simulation = simulate(
-            _make_members(setup, chosen, coefficients, policy),
+            _make_members(setup, chosen, part, policy),
             max_slots=num_slots,
             head=head,
             since_s=max(load.warm_up_s for load in chosen),
@@ -179,7 +185,7 @@ def simulate_server(
         )
         longest = head
         for place, at in enumerate(waiting):
-            run, peak = _read_run(setup, chosen, place, coefficients, simulation)
+            run, peak = _read_run(setup, chosen, place, part, simulation)
             has_slots = peak <= num_slots or num_slots == setup.max_num_seqs
             if (has_slots and (is_ordered or peak <= head)) or progress.stopped:
                 runs[at] = run
@@ -242,9 +248,9 @@ def _make_members(
             for load in loads
         ]
     )
-    num_draws = len(np.asarray(coefficients.step_s))
+    num_draws = np.shape(coefficients.step_s)[1]
     members = jax.tree.map(lambda x: np.concatenate([x] * num_draws), load_members)
-    draws = jax.tree.map(lambda x: np.repeat(x, len(loads)), coefficients)
+    draws = jax.tree.map(lambda x: x.T.ravel(), coefficients)
     return members._replace(cost=members.cost._replace(coefficients=draws))
 
 
@@ -265,7 +271,7 @@ def _read_run(
     )
     peak = max(map(_max_in_system, arrival, finish))
     # The delays of a request change no schedule, so they are added here.
-    f = jax.tree.map(lambda x: np.asarray(x, np.float64)[:, None], coefficients)
+    f = jax.tree.map(lambda x: np.asarray(x[place], np.float64)[:, None], coefficients)
     late_s = f.ingest_s + f.delivery_lag * (finish - first) / np.maximum(output - 1, 1)
     blocks = setup.num_kv_blocks
 

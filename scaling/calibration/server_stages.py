@@ -144,13 +144,16 @@ def simulate_stage(
 ) -> StageLatencies:
     """Predicts the latencies of a stage for each draw of the coefficients.
 
+    Each draw has a load of its own seed, so that the spread over draws has the noise of
+    lengths and arrivals.
+
     Args:
       stage: the stage; its measured latencies are not read.
       coefficients: draws, with one leading axis on every leaf.
       warm_up_s: as for `make_stage_load`; None means that of `choose_warm_up_s` with
         the medians of `PRIOR`.
       window_s: as for `make_stage_load`.
-      seed: as for `make_stage_load`.
+      seed: seed of the first draw's load; that of draw i is `seed + i`.
       num_slots: as for `simulate_server`.
       progress: progress bar.
 
@@ -158,23 +161,29 @@ def simulate_stage(
       ValueError: the model or device is unknown, the model or its prompts do not fit
         into memory, or the coefficients have no draws.
     """
+    if np.ndim(coefficients.step_s) != 1:
+        raise ValueError("coefficients must have one leading axis, of draws")
     setup = make_stage_setup(stage)
     if warm_up_s is None:
         cost = setup.cost(draw_coefficients(np.zeros(len(PRIOR))))
         steady = _find_steady_state(SteadyLoad.of(stage), cost)
         warm_up_s = choose_warm_up_s(float(steady.end_to_end_s))
-    load = make_stage_load(stage, warm_up_s=warm_up_s, window_s=window_s, seed=seed)
+    loads = [
+        make_stage_load(stage, warm_up_s=warm_up_s, window_s=window_s, seed=seed + i)
+        for i in range(len(np.asarray(coefficients.step_s)))
+    ]
     try:
-        (run,) = simulate_server(
+        runs = simulate_server(
             setup,
-            [load],
-            coefficients,
+            loads,
+            jax.tree.map(lambda x: np.asarray(x)[..., None], coefficients),
             num_slots=num_slots,
             progress=progress,
         )
     except ValueError as error:
         raise ValueError(f"{stage.name}: {error}") from None
-    return StageLatencies(*map(_summarise, run.latencies()))
+    summaries = [StageLatencies(*map(_summarise, run.latencies())) for run in runs]
+    return jax.tree.map(lambda *x: np.concatenate(x), *summaries)
 
 
 _find_steady_state = jax.jit(find_steady_state)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         FIRST_TOKEN,
         CalibrationResult,
     )
+    from scaling.cli.calibrate.server_report import SERVER_TABLES
     from scaling.cli.calibrate.server_results import (
         FIRST_TOKEN_TIME,
         TIME_PER_TOKEN,
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
         ServerTablesResult,
     )
     from scaling.cli.calibrate.server_tables import (
-        SERVER_TABLES,
         ServerTablesConfig,
         find_public_tables,
         predict_server_tables,

@@ -5,17 +5,27 @@ all rows: shared coefficients gain from dense rows, but those of mixtures, whose
 have more settings that tables lack, would widen and bias predictions of dense models.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
+from scaling.calibration.closed_loops.closed_loop import (
+    LOOP_PRIOR,
+    LoopCoefficients,
+    find_loop_latency,
+)
 from scaling.calibration.closed_loops.measured_servers import MeasuredServer
 from scaling.calibration.closed_loops.pooled_fit import (
+    LOOP_NOISE,
     LoopFit,
     LoopPrediction,
+    find_log_slopes,
     fit_loops,
     predict_loops,
 )
@@ -24,6 +34,8 @@ from scaling.calibration.closed_loops.power import (
     fit_power,
     predict_watts,
 )
+from scaling.calibration.closed_loops.row_costs import RowWork, stack_work
+from scaling.calibration.server_cost import ServerCoefficients
 
 LOOP_LATENCIES = ("time per token", "first token")
 """Names of the predicted latencies, the columns of a prediction."""
@@ -73,6 +85,8 @@ class ServerPrediction(NamedTuple):
     """95 % quantile."""
     num_running: Float[np.ndarray, " servers"]
     """Requests that run; fewer than the concurrency if memory is short."""
+    mean_token_s: Float[np.ndarray, " servers"]
+    """Mean time per token in s, with the steps that feed prompts."""
     watts: Float[np.ndarray, " servers"]
     """Power of all devices in W; NaN without a fit of power, or if the board power of
     the device is unknown."""
@@ -139,8 +153,79 @@ def predict_servers(
         median_s=median,
         high_s=median * factor,
         num_running=predicted.num_running,
+        mean_token_s=predicted.mean_token_s,
         watts=watts,
         token_joules=watts * predicted.mean_token_s / predicted.num_running,
+    )
+
+
+ROOFLINE_LOOP = LoopCoefficients(
+    server=ServerCoefficients(
+        **{
+            name: 0.0 if name.endswith("_s") or name == "delivery_lag" else 1.0
+            for name in ServerCoefficients._fields
+        }
+    )._replace(overlap=64.0),
+    **{name: 0.0 if name == "first_wave" else 1.0 for name in LOOP_PRIOR},
+)
+"""All rates of the data sheet, the larger of compute and reads, and no overhead; all
+prompts interrupt all answers, and none waits for another."""
+
+
+def predict_roofline(
+    servers: Sequence[MeasuredServer],
+) -> Float[np.ndarray, "servers 2"]:
+    """Returns the latencies of servers from data sheets, without a fit, in s."""
+    coefficients = jax.tree.map(jnp.float32, ROOFLINE_LOOP)
+
+    def times(work: RowWork) -> Float[Array, " 2"]:
+        latency = find_loop_latency(work, coefficients)
+        return jnp.stack([latency.token_s, latency.first_token_s])
+
+    return np.asarray(jax.jit(jax.vmap(times))(stack_work(servers)), np.float64)
+
+
+class RowGain(NamedTuple):
+    """A server, and what measuring it does to the intervals of another."""
+
+    server: MeasuredServer
+    widths: tuple[float, float]
+    """Widths of the intervals of `LOOP_LATENCIES`, over those before."""
+
+
+def rank_rows(
+    target: MeasuredServer,
+    candidates: Sequence[MeasuredServer],
+    calibration: LoopCalibration,
+) -> list[RowGain]:
+    """Ranks servers of the target's model by how much measuring one would narrow it.
+
+    Logarithms are taken as jointly normal: coefficients and the discrepancy of the
+    model are common, the noise of a row is not (as in `rank_measurements`).
+
+    Args:
+      target: the server that is predicted.
+      candidates: servers of the same model that can be measured.
+      calibration: the fits.
+
+    Returns:
+      The servers, the narrowest intervals first.
+    """
+    fit = calibration.fit_of(target)
+    rows = [target, *candidates]
+    slopes = find_log_slopes(rows, fit)
+    common = np.einsum("kp,pq,skq->sk", slopes[0], fit.covariance, slopes)
+    discrepancy = np.array(LOOP_DISCREPANCY[target.model.experts is not None]) ** 2
+    variance = predict_loops(rows, fit).log_spread ** 2 + discrepancy
+    left = (common[1:] + discrepancy) ** 2 / (variance[1:] + LOOP_NOISE**2)
+    widths = np.sqrt(np.maximum(1 - left / variance[0], 0.0))
+    gains = [
+        RowGain(x, (float(a), float(b)))
+        for x, (a, b) in zip(candidates, widths, strict=True)
+    ]
+    return sorted(
+        gains,
+        key=lambda gain: (round(math.prod(gain.widths), 2), gain.server.concurrency),
     )
 
 

@@ -33,6 +33,12 @@ from scaling.calibration.closed_loops.closed_loop import (
 )
 from scaling.calibration.closed_loops.measured_servers import MeasuredServer
 from scaling.calibration.closed_loops.row_costs import RowWork, stack_work
+from scaling.calibration.load_sizes import (
+    LoadSizes,
+    SizeRange,
+    find_size_range,
+    outside_variance,
+)
 from scaling.calibration.server_cost import PRIOR, ServerCoefficients
 
 EFFECTS: Mapping[str, Mapping[str, float]] = {
@@ -77,6 +83,8 @@ class LoopFit(NamedTuple):
     models: tuple[str, ...]
     """Models of the fitted rows."""
     num_rows: int
+    sizes: SizeRange
+    """Smallest and largest sizes of the fitted rows."""
 
     def coefficients(self) -> dict[str, float]:
         """Returns the coefficients without effects at the mode."""
@@ -87,17 +95,24 @@ class LoopFit(NamedTuple):
         }
         return _MEDIANS | values
 
-    def effects(self) -> list[tuple[str, str, str, float]]:
-        """Returns kind, group, coefficient and factor of each effect at the mode."""
-        rows = []
+    def rows(self) -> list[tuple[str, str, str, float, float]]:
+        """Returns kind, group, coefficient, value and spread of each parameter.
+
+        The value is that at the mode, a factor for effects; the spread is the standard
+        deviation of its logarithm over that of the prior.
+        """
+        spreads = np.sqrt(np.diag(self.covariance)).tolist()
+        values = self.coefficients()
+        rows = [
+            ("shared", "all", name, values[name], x)
+            for name, x in zip(_SHARED, spreads, strict=False)
+        ]
         start = len(_SHARED)
         for kind, groups in self.groups.items():
             for name, spread in EFFECTS[kind].items():
-                part = self.mode[start : start + len(groups)]
-                rows += [
-                    (kind, group, name, float(np.exp(spread * x)))
-                    for group, x in zip(groups, part, strict=True)
-                ]
+                for place, group in enumerate(groups, start):
+                    value = float(np.exp(spread * self.mode[place]))
+                    rows.append((kind, group, name, value, spreads[place]))
                 start += len(groups) + 1
         return rows
 
@@ -118,7 +133,7 @@ def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
         kind: tuple(sorted({_group_name(x, kind) for x in servers})) for kind in EFFECTS
     }
     rows = _stack_rows(servers, groups)
-    sizes = tuple(map(len, groups.values()))
+    sizes = _group_sizes(groups)
     data = _data(servers)
     counts = Counter((*x.group, x.weight_format) for x in servers)
     share = [min(1.0, GROUP_ROWS / counts[*x.group, x.weight_format]) for x in servers]
@@ -134,7 +149,7 @@ def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
         tails = (FREEDOM + 1) / 2 * np.log1p(r**2 / FREEDOM)
         return float(weight @ tails + deviations @ deviations / 2)
 
-    mode = np.zeros(_num_parameters(sizes))
+    mode = np.zeros(count_parameters_of(groups))
     r = residuals(mode)
     lowest = loss(mode, r)
     damping = 1e-2
@@ -159,9 +174,19 @@ def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
         damping = max(damping / 5, 1e-6)
         if is_done:
             break
-    names = tuple(sorted({x.model.name for x in servers}))
-    covariance = np.linalg.inv(normal)
-    return LoopFit(mode, covariance, groups, names, len(servers))
+    return LoopFit(
+        mode=mode,
+        covariance=np.linalg.inv(normal),
+        groups=groups,
+        models=tuple(sorted({x.model.name for x in servers})),
+        num_rows=len(servers),
+        sizes=find_size_range(map(sizes_of_server, servers)),
+    )
+
+
+def sizes_of_server(server: MeasuredServer) -> LoadSizes:
+    """Returns the sizes of a server's load."""
+    return LoadSizes(server.prompt_tokens, server.answer_tokens, server.concurrency)
 
 
 class LoopPrediction(NamedTuple):
@@ -172,8 +197,8 @@ class LoopPrediction(NamedTuple):
 
     median_s: Float[np.ndarray, "servers 2"]
     log_spread: Float[np.ndarray, "servers 2"]
-    """Standard deviation of the logarithm that the coefficients leave, without the
-    discrepancy of the model."""
+    """Standard deviation of the logarithm that the coefficients leave, and that of
+    sizes outside the fitted ones, without the discrepancy of the model."""
     num_running: Float[np.ndarray, " servers"]
     """Requests that run."""
     mean_token_s: Float[np.ndarray, " servers"]
@@ -189,12 +214,21 @@ def predict_loops(servers: Sequence[MeasuredServer], fit: LoopFit) -> LoopPredic
       fit: the fit.
     """
     rows = _stack_rows(servers, fit.groups)
-    sizes = tuple(map(len, fit.groups.values()))
+    sizes = _group_sizes(fit.groups)
     logs = _in_blocks(_log_latencies, fit.mode, rows, sizes)
-    jacobian = _in_blocks(_log_jacobian, fit.mode, rows, sizes)
+    jacobian = find_log_slopes(servers, fit)
     variance = np.einsum("skp,pq,skq->sk", jacobian, fit.covariance, jacobian)
+    variance += [outside_variance(fit.sizes, sizes_of_server(x)) for x in servers]
     running, mean_s = _in_blocks(_load, fit.mode, rows, sizes).T
     return LoopPrediction(np.exp(logs), np.sqrt(variance), running, mean_s)
+
+
+def find_log_slopes(
+    servers: Sequence[MeasuredServer], fit: LoopFit
+) -> Float[np.ndarray, "servers 2 parameters"]:
+    """Returns the slopes of the logarithms of both times at the mode of a fit."""
+    rows = _stack_rows(servers, fit.groups)
+    return _in_blocks(_log_jacobian, fit.mode, rows, _group_sizes(fit.groups))
 
 
 class _Rows(NamedTuple):
@@ -226,9 +260,39 @@ def _stack_rows(
     return _Rows(stack_work(servers), np.array(places))
 
 
-def _num_parameters(sizes: tuple[int, ...]) -> int:
-    kinds = zip(EFFECTS.values(), sizes, strict=True)
-    return len(_SHARED) + sum(len(names) * (size + 1) for names, size in kinds)
+def _group_sizes(groups: Mapping[str, tuple[str, ...]]) -> tuple[int, ...]:
+    return tuple(map(len, groups.values()))
+
+
+def count_parameters_of(groups: Mapping[str, tuple[str, ...]]) -> int:
+    """Returns the number of deviations and effects of a fit with these groups."""
+    effects = (len(EFFECTS[kind]) * (len(x) + 1) for kind, x in groups.items())
+    return len(_SHARED) + sum(effects)
+
+
+def draw_loop_coefficients(
+    server: MeasuredServer, fit: LoopFit, *, num: int, seed: int = 0
+) -> LoopCoefficients:
+    """Draws coefficients of a server, effects of its engine and device included.
+
+    Args:
+      server: the server; its load and its measured times are not used.
+      fit: the fit.
+      num: draws.
+      seed: random seed.
+
+    Returns:
+      Coefficients with a leading axis of draws.
+    """
+    rng = np.random.default_rng(seed)
+    factor = np.linalg.cholesky(fit.covariance)
+    deviations = fit.mode + rng.normal(size=(num, len(fit.mode))) @ factor.T
+    rows = _stack_rows([server], fit.groups)
+    row = jax.tree.map(lambda x: x[0], rows)
+    make = functools.partial(
+        _make_coefficients, row=row, sizes=_group_sizes(fit.groups)
+    )
+    return jax.tree.map(np.asarray, jax.vmap(make)(jnp.float32(deviations)))
 
 
 def _data(servers: Sequence[MeasuredServer]) -> Float[np.ndarray, "servers 2"]:

@@ -22,6 +22,7 @@ from scaling.calibration.server_cost import ServerCoefficients
 from scaling.calibration.server_runs import ServerRun
 from scaling.calibration.servers import ServerSetup
 
+JOULES_PER_KWH = 3.6e6
 POWER_NOISE = 0.1
 """Relative error of a row above which its weight in the fit falls."""
 _REWEIGHTINGS = 8
@@ -38,7 +39,7 @@ class PowerShares(NamedTuple):
     """Power that the peak of products adds."""
 
 
-PUBLISHED_POWER = PowerShares(idle=0.552, memory=0.181, products=1.419)
+PUBLISHED_POWER = PowerShares(idle=0.5512, memory=0.1819, products=1.4332)
 """Fit to the 308 rows of ML.ENERGY with watts and a known board power, by `jaxkv
 calibrate aic_servers.csv mlenergy_servers.csv`: vLLM servers on H100 and B200."""
 

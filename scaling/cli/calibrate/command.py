@@ -3,61 +3,63 @@
 import itertools
 
 from jaxkv import files
-from jaxkv.cli import CommandOutput, is_word, parse_changes, run_study
+from jaxkv.cli import CommandOutput, parse_changes, run_study
 from jaxkv.files import read_table
 from jaxkv.report import Experiment
+from jaxkv.validation import ConfigRecord
 from scaling.calibration import find_server_form
-from scaling.cli.calibrate.server_tables import (
-    SERVER_TABLES,
-    TABLES_QUESTION,
-    ServerTablesConfig,
-)
+from scaling.cli.calibrate.server_report import SERVER_TABLES, TABLES_QUESTION
+from scaling.cli.calibrate.server_tables import ServerTablesConfig
 from scaling.cli.calibrate.study import QUESTION, STUDY, CalibrationConfig
 
 
 def main(args: list[str]) -> CommandOutput:
-    """Runs `calibrate RUNS [OPTIONS]`; `--out FILE.json` keeps only the coefficients.
+    """Runs `calibrate RUNS [OPTIONS]` or `calibrate TABLE [TABLE ...] [OPTIONS]`.
 
-    Tables of servers in the form of AIConfigurator or ML.ENERGY are fitted together,
-    see `server_tables`.
+    RUNS is a table of load stages; tables of servers have the form of AIConfigurator or
+    ML.ENERGY and are fitted together, see `server_tables`. `--out FILE.json` keeps only
+    the fit.
 
     Raises:
       ValueError: RUNS is missing, or an option is invalid.
     """
-    tables = list(itertools.takewhile(lambda x: not x.startswith("-"), args))
-    if tables and find_server_form(read_table(tables[0], allow_partial=False).names):
-        return _calibrate_tables(tables, args[len(tables) :])
-    if not is_word(args) and not {"-h", "--help"} & {*args}:
+    names = list(itertools.takewhile(lambda x: not x.startswith("-"), args))
+    if not names and not {"-h", "--help"} & {*args}:
         raise ValueError("RUNS is missing: a CSV of measured load stages")
-    runs = args[0] if is_word(args) else ""
+    is_table = bool(names) and bool(
+        find_server_form(read_table(names[0], allow_partial=False).names)
+    )
+    names = names if is_table else names[:1]
+    if is_table:
+        experiment = Experiment("server_tables", TABLES_QUESTION, (SERVER_TABLES,))
+        base: ConfigRecord = ServerTablesConfig(tables=tuple(names))
+        subject = "TABLE [TABLE ...]"
+        description = (
+            "TABLE is a CSV of measured servers, as AIConfigurator or ML.ENERGY has it."
+        )
+    else:
+        experiment = Experiment("calibration", QUESTION, (STUDY,))
+        base = CalibrationConfig(runs=names[0] if names else "")
+        subject = "RUNS"
+        description = (
+            "RUNS is a CSV of load stages of servers, as their clients measured them. "
+            "Tables of AIConfigurator or ML.ENERGY have their own options: TABLE "
+            "--help."
+        )
     config, out, max_seconds = parse_changes(
-        CalibrationConfig(runs=runs),
-        args[1:] if runs else args,
-        "jaxkv calibrate RUNS",
-        "RUNS is a CSV of load stages of servers, as their clients measured them. "
-        "Tables of AIConfigurator or ML.ENERGY have their own options: TABLE --help.",
-        "a new one under runs/; FILE.json writes only the coefficients there",
+        base,
+        args[len(names) :],
+        f"jaxkv calibrate {subject}",
+        description,
+        "a new one under runs/; FILE.json writes only the fit there",
     )
     file = out if out is not None and out.suffix == ".json" else None
-    if file is not None and "none" not in config.leave_out:
-        line = f"leave_out={config.leave_out!r} writes no coefficients"
-        raise ValueError(f"--out {file}: {line}")
-    experiment = Experiment("calibration", QUESTION, (STUDY,))
+    leave_out = config.leave_out
+    if file is not None and "none" not in leave_out:
+        raise ValueError(f"--out {file}: {leave_out=} writes no coefficients")
     answer = run_study(experiment, config, None if file else out, max_seconds)
     server = answer.document["out"] / "server.json"
     if file is not None and server.is_file():
         files.write_atomically(file, files.read_text(server))
         answer.lines.append(f"coefficients: {file}")
     return answer.lift_metrics()
-
-
-def _calibrate_tables(tables: list[str], options: list[str]) -> CommandOutput:
-    """Runs `calibrate TABLE [TABLE ...] [--predict TABLE] [--leave-out KIND]`."""
-    config, out, max_seconds = parse_changes(
-        ServerTablesConfig(tables=tuple(tables)),
-        options,
-        "jaxkv calibrate TABLE [TABLE ...]",
-        "TABLE is a CSV of measured servers, as AIConfigurator or ML.ENERGY has it.",
-    )
-    experiment = Experiment("server_tables", TABLES_QUESTION, (SERVER_TABLES,))
-    return run_study(experiment, config, out, max_seconds).lift_metrics()

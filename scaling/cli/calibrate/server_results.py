@@ -15,7 +15,7 @@ from jaxkv.report import (
     computed_column,
     format_percent,
 )
-from scaling.calibration import LOOP_LATENCIES
+from scaling.calibration import DETERMINED_SPREAD, LOOP_LATENCIES
 
 TIME_PER_TOKEN, FIRST_TOKEN_TIME = LOOP_LATENCIES
 WATTS = "power"
@@ -40,8 +40,10 @@ class PredictedServers(ResultTable):
     prompt_tokens: Floats = column("length of the prompts", form="{:,.0f}")
     answer_tokens: Floats = column("length of the answers", form="{:,.0f}")
     num_running: Floats = column("requests that fit into memory", form="{:,.0f}")
+    outside: Texts = column("sizes outside the fitted ones, which widen intervals")
     quantity: Texts = column("a key of `QUANTITIES`")
     measured: Floats = column("as measured; NaN if it was not", form="{:.4g}")
+    roofline: Floats = column("by data sheets; NaN for energy", form="{:.4g}")
     low: Floats = column("5 % quantile", heading="5 %", form="{:.4g}")
     predicted: Floats = column("median", form="{:.4g}")
     high: Floats = column("95 % quantile", heading="95 %", form="{:.4g}")
@@ -51,6 +53,12 @@ class PredictedServers(ResultTable):
     def error(self) -> np.ndarray:
         """Relative error of the median; NaN without a measured value."""
         return self.predicted / self.measured - 1
+
+    @property
+    @computed_column(heading="roofline's error", form=format_percent)
+    def roofline_error(self) -> np.ndarray:
+        """Relative error of the roofline; NaN without a measured value."""
+        return self.roofline / self.measured - 1
 
     @property
     @computed_column(heading="in 90 %")
@@ -70,6 +78,11 @@ class GroupErrors(ResultTable):
     bias: Floats = column("median signed error", heading="signed", form="{:+.1%}")
     worst: Floats = column("largest error", heading="worst", form="{:+.0%}")
     covered: Floats = column("in 90 % intervals", heading="in 90 %", form="{:.0%}")
+    roofline: Floats = column(
+        "median signed error of data sheets on the same rows; NaN for energy",
+        heading="roofline, signed",
+        form="{:+.1%}",
+    )
 
 
 class Refusals(ResultTable):
@@ -99,6 +112,26 @@ class PooledEffects(ResultTable):
     group: Texts = column("name of the group; all for a shared coefficient")
     coefficient: Texts = column("coefficient")
     value: Floats = column("factor, or shared value", form="{:.3g}")
+    spread: Floats = column(
+        "of its logarithm over the prior's", heading="spread over the prior's"
+    )
+
+    @property
+    @computed_column(heading="determined by")
+    def origin(self) -> np.ndarray:
+        """The data, if they leave at most half of the prior's spread."""
+        return np.where(self.spread < DETERMINED_SPREAD, "data", "prior")
+
+
+class NextRows(ResultTable):
+    """Servers whose measurement would narrow a prediction most."""
+
+    target: Texts = column("name of the predicted row")
+    concurrency: Floats = column("requests in the system", form="{:,.0f}")
+    prompt_tokens: Floats = column("length of the prompts", form="{:,.0f}")
+    answer_tokens: Floats = column("length of the answers", form="{:,.0f}")
+    token_width: Floats = column("time per token", heading="time per token")
+    first_width: Floats = column("first token", heading="first token")
 
 
 class ServerTablesResult(ResultRecord):
@@ -107,8 +140,12 @@ class ServerTablesResult(ResultRecord):
     predictions: PredictedServers = column("predicted numbers", is_shown=False)
     refusals: Refusals = column("rows that were not read or not fitted")
     effects: PooledEffects = column("coefficients of the fit to all rows")
+    next_rows: NextRows = column("rows of a server that would narrow its intervals")
     split: str = column("digest of the split of the fitted rows")
     num_fitted: int = column("fitted rows")
+    server: str = column(
+        "fits to all rows, as a file; empty without them", is_reported=False
+    )
 
     def group_errors(self, left_out: str, by: str) -> GroupErrors:
         """Returns errors by a column of `PredictedServers`, worst median first."""
@@ -125,7 +162,9 @@ class ServerTablesResult(ResultRecord):
                 median = (float(np.median(size)), float(np.median(error)))
                 worst = float(error[np.argmax(size)])
                 covered = float(part.is_in_90.mean())
-                rows.append((quantity, group, kind, len(part), *median, worst, covered))
+                sheet = float(np.median(part.roofline_error))
+                errors = (*median, worst, covered, sheet)
+                rows.append((quantity, group, kind, len(part), *errors))
         order = {quantity: i for i, quantity in enumerate(QUANTITIES)}
         rows.sort(key=lambda row: (order[row[0]], -row[4]))
         return GroupErrors.of(rows)

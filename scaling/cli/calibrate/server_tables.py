@@ -1,6 +1,6 @@
 """Fits and predictions of public tables of servers, with signed errors by group."""
 
-import json
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,12 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxkv.plotting import BLUE, GREEN, RED, Panels, colors, set_labels
 from jaxkv.progress import QUIET, Progress
-from jaxkv.report import (
-    ReportPart,
-    Study,
-)
 from jaxkv.validation import ConfigRecord
 from scaling.calibration import (
     ENERGY_DISCREPANCY,
@@ -26,16 +21,21 @@ from scaling.calibration import (
     calibrate_loops,
     digest_split,
     find_implausible_servers,
+    find_outside_sizes,
+    format_loops,
+    predict_roofline,
     predict_servers,
+    rank_rows,
     read_measured_servers,
+    sizes_of_server,
     split_servers,
 )
 from scaling.cli.calibrate.server_results import (
     FIRST_TOKEN_TIME,
-    QUANTITIES,
     TIME_PER_TOKEN,
     TOKEN_ENERGY,
     WATTS,
+    NextRows,
     PooledEffects,
     PredictedServers,
     Refusals,
@@ -43,6 +43,7 @@ from scaling.cli.calibrate.server_results import (
 )
 from scaling.cli.calibrate.study import DATA_VARIABLE
 
+_NUM_NEXT = 3
 PUBLIC_TABLES = ("aic_servers.csv", "mlenergy_servers.csv")
 """Files of public rows in the folder servers2026 of `DATA_VARIABLE`."""
 
@@ -87,6 +88,8 @@ def predict_server_tables(
     refusals = tables.refusals
     rows: list[tuple[object, ...]] = []
     effects: list[tuple[object, ...]] = []
+    next_rows: list[tuple[object, ...]] = []
+    server = ""
     folds = [
         (kind, fold)
         for kind in config.leave_out
@@ -104,19 +107,47 @@ def predict_server_tables(
     if "none" in config.leave_out or config.predict:
         calibration = calibrate_loops(fitted)
         effects = [*_effect_rows(calibration)]
+        server = format_loops(calibration)
         if "none" in config.leave_out:
             rows += server_rows(fitted, calibration, "none", "")
         for path in config.predict:
             table = read_measured_servers(path)
-            refusals += _refusal_rows(path, table)
+            refusals += refusal_rows(path, table)
             rows += server_rows(table.servers, calibration, "table", path)
+            next_rows += rank_next_rows(table.servers, calibration)
     return ServerTablesResult(
         predictions=PredictedServers.of(rows),
         refusals=Refusals.of(refusals),
         effects=PooledEffects.of(effects),
+        next_rows=NextRows.of(next_rows),
         split=digest_split(fitted),
         num_fitted=len(fitted),
+        server=server,
     )
+
+
+def rank_next_rows(
+    servers: Sequence[MeasuredServer], calibration: LoopCalibration
+) -> Iterator[tuple[object, ...]]:
+    """Yields the rows of `NextRows` for the server with the widest interval."""
+    predicted = predict_servers(servers, calibration)
+    width = np.log(predicted.high_s / predicted.low_s)[:, 0]
+    target = servers[int(width.argmax())]
+    candidates = [
+        dataclasses.replace(
+            target,
+            concurrency=max(1.0, share * target.concurrency),
+            prompt_tokens=max(1.0, longer * target.prompt_tokens),
+            answer_tokens=max(1.0, longer * target.answer_tokens),
+            is_median_step=False,
+        )
+        for share in (1 / 16, 1 / 4, 1.0)
+        for longer in (1 / 4, 1.0)
+    ]
+    for gain in rank_rows(target, candidates, calibration)[:_NUM_NEXT]:
+        x = gain.server
+        sizes = (x.concurrency, x.prompt_tokens, x.answer_tokens)
+        yield target.name, *sizes, *gain.widths
 
 
 def find_public_tables(names: Sequence[str]) -> tuple[Path, ...]:
@@ -143,25 +174,33 @@ def server_rows(
     latencies = (predicted.low_s, predicted.median_s, predicted.high_s)
     watts = _interval(predicted.watts, POWER_DISCREPANCY)
     joules = _interval(predicted.token_joules, ENERGY_DISCREPANCY)
+    rooflines = predict_roofline(servers)
     for i, server in enumerate(servers):
+        fitted_sizes = calibration.fit_of(server).sizes
+        outside = find_outside_sizes(fitted_sizes, sizes_of_server(server))
         place = (
             *(left_out, fold, server.name, server.model.name),
             "dense" if server.model.experts is None else "mixture",
             *(server.device.name, server.engine, server.weight_format),
             *(server.num_devices, server.concurrency, server.prompt_tokens),
-            *(server.answer_tokens, predicted.num_running[i]),
+            *(server.answer_tokens, predicted.num_running[i], ", ".join(outside)),
         )
+        token_s, first_s = rooflines[i]
         numbers = (
-            (TIME_PER_TOKEN, server.token_s, *(x[i, 0] for x in latencies)),
-            (FIRST_TOKEN_TIME, server.first_token_s, *(x[i, 1] for x in latencies)),
-            (WATTS, server.watts, *(x[i] for x in watts)),
-            (TOKEN_ENERGY, server.token_joules, *(x[i] for x in joules)),
+            (TIME_PER_TOKEN, server.token_s, token_s, *(x[i, 0] for x in latencies)),
+            (
+                *(FIRST_TOKEN_TIME, server.first_token_s, first_s),
+                *(x[i, 1] for x in latencies),
+            ),
+            (WATTS, server.watts, np.nan, *(x[i] for x in watts)),
+            (TOKEN_ENERGY, server.token_joules, np.nan, *(x[i] for x in joules)),
         )
-        for name, measured, *quantiles in numbers:
+        for name, measured, roofline, *quantiles in numbers:
             if server.is_median_step and name == FIRST_TOKEN_TIME:
                 continue  # the prompts' lengths are not in the table
             if np.isfinite(quantiles).all():
-                yield *place, name, np.nan if measured is None else measured, *quantiles
+                real = np.nan if measured is None else measured
+                yield *place, name, real, roofline, *quantiles
 
 
 def _interval(median: np.ndarray, spread: float) -> tuple[np.ndarray, ...]:
@@ -178,7 +217,7 @@ def _read_tables(paths: Sequence[Path]) -> _Tables:
         dropped = {*map(id, implausible)}
         measured = [x for x in table.servers if x.token_s is not None]
         servers += [x for x in measured if id(x) not in dropped]
-        refusals += _refusal_rows(path, table)
+        refusals += refusal_rows(path, table)
         reason = "implies more than a server's share of the peak of products"
         refusals += [(path.name, x.name, reason) for x in implausible]
     if not servers:
@@ -186,9 +225,10 @@ def _read_tables(paths: Sequence[Path]) -> _Tables:
     return _Tables(servers, refusals)
 
 
-def _refusal_rows(
+def refusal_rows(
     path: str | Path, table: ServerTable
 ) -> Iterator[tuple[str, str, str]]:
+    """Yields table, name and reason of each row that is not read."""
     for name, reason in table.refusals:
         yield Path(path).name, name, reason
 
@@ -196,106 +236,8 @@ def _refusal_rows(
 def _effect_rows(calibration: LoopCalibration) -> Iterator[tuple[object, ...]]:
     if calibration.power is not None:
         for name, value in calibration.power._asdict().items():
-            yield "power", "shared", "all", name, value
+            yield "power", "shared", "all", name, value, 0.0
     fits = {"dense": calibration.dense, "mixture": calibration.mixture}
     for name, fit in fits.items():
-        if fit is None:
-            continue
-        for coefficient, value in fit.coefficients().items():
-            yield name, "shared", "all", coefficient, value
-        for kind, group, coefficient, value in fit.effects():
-            yield name, kind, group, coefficient, value
-
-
-def plot(axes: np.ndarray, result: ServerTablesResult) -> None:
-    """Draws the signed errors of each model, by latency."""
-    kind = result.predictions.distinct("left_out")[0]
-    shown = result.predictions.where(left_out=kind)
-    for ax, quantity in zip(axes, QUANTITIES, strict=False):
-        table = result.group_errors(kind, "model").where(quantity=quantity)
-        names = table.group.tolist()
-        look = {"dense": RED, "mixture": BLUE, "both": GREEN}
-        for i, name in enumerate(names):
-            part = shown.where(quantity=quantity, model=name)
-            error = part.error[np.isfinite(part.error)]
-            color = colors()[look[str(table.kind[i])]]
-            low, middle, high = 100 * np.quantile(error, [0.05, 0.5, 0.95])
-            ax.hlines(-i, low, high, color=color, linewidth=1.5)
-            ax.plot(middle, -i, "o", color=color, markersize=4)
-        ax.axvline(0.0, linewidth=0.5)
-        ax.set_yticks([-i for i in range(len(names))], names)
-        set_labels(ax, f"{quantity}, worst first", "error, 5 to 95 % of rows [%]", "")
-        for name in dict.fromkeys(table.kind.tolist()):
-            ax.plot([], [], "o", color=colors()[look[name]], label=name)
-        ax.legend()
-
-
-def metrics(result: ServerTablesResult) -> dict[str, object]:
-    """Returns errors by group, refusals and the digest of the split."""
-    errors = [
-        {"left_out": kind, "by": by, **row}
-        for kind in result.predictions.distinct("left_out")
-        for by in ("model", "device", "engine", "kind")
-        for row in result.group_errors(kind, by).rows()
-    ]
-    return {
-        "errors": errors,
-        "refusals": result.refusals.rows(),
-        "effects": result.effects.rows(),
-        "split": result.split,
-        "num_fitted": result.num_fitted,
-    }
-
-
-_TITLES = {
-    "none": "fitted rows",
-    "model": "model left out",
-    "developer": "developer left out",
-    "table": "rows of another table",
-}
-
-
-def summary(result: ServerTablesResult) -> list[ReportPart]:
-    """Returns errors by model, device, engine and kind, and the refused rows."""
-    parts: list[ReportPart] = []
-    for kind in result.predictions.distinct("left_out"):
-        for by in ("model", "device", "engine", "kind"):
-            errors = result.group_errors(kind, by)
-            if len(errors):
-                parts.append(errors.sheet(f"{_TITLES[kind]}: errors by {by}"))
-    if len(result.refusals):
-        parts.append(result.refusals.sheet_of_reasons())
-    if len(result.effects):
-        effects = result.effects
-        shown = effects.at(effects.kind != "shared")
-        parts.append(shown.sheet("effects: factors on coefficients"))
-    return parts
-
-
-def files(result: ServerTablesResult) -> dict[str, str]:
-    """Returns the predictions of other tables as JSON, if there are any."""
-    rows = result.predictions.where(left_out="table").rows()
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, float) and not np.isfinite(value):
-                row[name] = None
-    text = json.dumps(rows, indent=1, default=_to_number)
-    return {"prediction.json": text} if rows else {}
-
-
-def _to_number(value: np.generic) -> object:
-    return value.item()
-
-
-SERVER_TABLES = Study(
-    configs={"servers": ServerTablesConfig()},
-    result=ServerTablesResult,
-    run=predict_server_tables,
-    plot=plot,
-    metrics=metrics,
-    summary=summary,
-    panels=Panels(1, 2, 4.5),
-    files=files,
-)
-"""Fits and predictions of tables of servers, as a run folder."""
-TABLES_QUESTION = "How far are predictions of public servers off that no fit has seen?"
+        for row in fit.rows() if fit is not None else ():
+            yield name, *row

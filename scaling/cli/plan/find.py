@@ -113,6 +113,12 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
         left = max(total_bill.device_s - train.device_s, 0.0)
         document["serve_device_s"] = left if options.inference_tokens else 0.0
     document["memory_bytes"] = document["architecture"]["memory_bytes"]["total"]
+    document["serving"] = None
+    if options.serve:
+        # jax takes a second to import.
+        from scaling.cli.plan.serving import find_serving
+
+        document["serving"] = find_serving(options, design.model, case.offer)
     document["warnings"] = [*_warnings(case, document, sure)]
     return document
 

@@ -49,6 +49,13 @@ class PlanOptions(ConfigRecord):
     """Tokens that the model will read and write; the budget pays for them as well."""
     serve_mfu: Annotated[float | None, describe_default("as --mfu")] = None
     """Share of the peak rate in serving."""
+    serve: Annotated[str, describe_default("none")] = ""
+    """Load of a server of the planned model, PROMPT:ANSWER:REQUESTS tokens and
+    concurrent requests: time, dollars and joules of an answer."""
+    coefficients: Annotated[Path | None, describe_default("published")] = None
+    """File of jaxkv calibrate TABLE, for --serve."""
+    grams_per_kwh: Annotated[float | None, describe_default("none")] = None
+    """Carbon of the energy that --serve takes."""
     unique_tokens: Annotated[
         float | None, describe_default("as many as are needed")
     ] = None
@@ -86,6 +93,11 @@ class PlanOptions(ConfigRecord):
         refuse_outside(self, "inference_tokens", f"in [0, {MAX_VALUE:g}]", 0, MAX_VALUE)
         for name in ("mfu", "serve_mfu"):
             refuse_outside(self, name, "in (0, 1]", math.nextafter(0, 1), 1)
+        name = "grams_per_kwh"
+        refuse_outside(self, name, "in [0, 1e6] g", 0, 1e6)
+        for name in ("coefficients", "grams_per_kwh"):
+            if getattr(self, name) is not None and not self.serve:
+                raise ValueError(f"--{name.replace('_', '-')} needs --serve")
         refuse_outside(self, "level", "in (0, 1)", math.nextafter(0, 1), _BELOW_ONE)
 
 

@@ -75,6 +75,11 @@ def _steps(
     )
     if case.offer is not None:
         yield paragraph("How long?", _time(document))
+    if document["serving"] is not None:
+        # jax takes a second to import.
+        from scaling.cli.plan.serving import serving_sheet
+
+        yield serving_sheet(document["serving"])
 
 
 def _devices(case: PlanCase, document: PlanDocument) -> Sheet:

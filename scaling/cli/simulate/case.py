@@ -9,17 +9,22 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv import scheduling
+from jaxkv.files import read_json
 from jaxkv.scheduling import Policy
 from scaling import shapes
 from scaling.calibration import (
+    LOOP_FILE,
     PUBLISHED_SERVERS,
+    MeasuredServer,
     MeasurementGain,
     RequestLog,
     ServerLoad,
     ServerPosterior,
     ServerSetup,
     SteadyLoad,
+    draw_loop_posterior,
     fit_request_log,
+    load_loops,
     load_posterior,
     rank_measurements,
     take_draws,
@@ -65,6 +70,8 @@ class ServerCase(NamedTuple):
     """Doubts about the rows of a trace."""
     usd_per_hour: float | None = None
     """Price of one device."""
+    grams_per_kwh: float | None = None
+    """Carbon of energy."""
     log: RequestLog | None = None
     """Measured times of the requests, with `--compare`."""
     session: Int[np.ndarray, " requests"] | None = None
@@ -76,13 +83,27 @@ class ServerCase(NamedTuple):
         return [int(load.is_measured.sum()) for load in self.loads]
 
 
-def load_coefficients(options: SimulateOptions) -> ServerPosterior:
-    """Reads the posterior and takes the draws.
+def load_coefficients(
+    options: SimulateOptions, setup: ServerSetup | None = None
+) -> ServerPosterior:
+    """Reads a posterior and takes draws, or draws from a fit of tables of servers.
+
+    Args:
+      options: the file and the number of draws.
+      setup: the server, for a fit of tables; None for several servers.
 
     Raises:
-      ValueError: it cannot be read or has fewer draws.
+      ValueError: the file cannot be read, has fewer draws, or does not have the server.
     """
-    posterior = load_posterior(options.coefficients or PUBLISHED_SERVERS)
+    path = options.coefficients or PUBLISHED_SERVERS
+    if read_json(path).get("kind") == LOOP_FILE:
+        if setup is None:
+            raise ValueError(
+                f"--coefficients {path}: is a fit of tables of servers, and --stages "
+                "needs one of load stages"
+            )
+        return _draw_of_tables(options, setup)
+    posterior = load_posterior(path)
     num_available = len(posterior.deviations)
     num = options.draws
     if num is None:
@@ -94,6 +115,31 @@ def load_coefficients(options: SimulateOptions) -> ServerPosterior:
     if num > num_available:
         raise ValueError(f"--draws {num}: the coefficients have {num_available}")
     return take_draws(posterior, num)
+
+
+def _draw_of_tables(options: SimulateOptions, setup: ServerSetup) -> ServerPosterior:
+    """Draws the coefficients of a vLLM server from a fit of tables."""
+    assert options.coefficients is not None
+    calibration = load_loops(options.coefficients)
+    server = MeasuredServer(
+        name=setup.model.name,
+        engine="vllm",
+        checkpoint=setup.model.name,
+        model=setup.model,
+        device=setup.device,
+        weight_format="bf16",
+        num_devices=setup.tensor_parallel,
+        data_parallel=1,
+        expert_parallel=1,
+        concurrency=1.0,
+        prompt_tokens=1.0,
+        answer_tokens=1.0,
+    )
+    num = options.draws or MAX_DRAWS
+    try:
+        return draw_loop_posterior(server, calibration, num=num, seed=options.seed)
+    except ValueError as error:
+        raise ValueError(f"--coefficients {options.coefficients}: {error}") from None
 
 
 def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
@@ -124,7 +170,7 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
         policy = _make_policy(options, loads.loads)
         posterior = _fit_coefficients(options, setup, log, policy)
     else:
-        posterior = load_coefficients(options)
+        posterior = load_coefficients(options, setup)
         make = read_loads if options.trace is not None else draw_loads
         loads = make(options, setup, posterior)
         policy = _make_policy(options, loads.loads)
@@ -141,6 +187,7 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
         fitted_model=_find_fitted(model, posterior),
         doubts=loads.doubts,
         usd_per_hour=options.usd_per_hour,
+        grams_per_kwh=options.grams_per_kwh,
         log=log,
         session=loads.session,
     )
@@ -185,7 +232,7 @@ def _fit_coefficients(
 ) -> ServerPosterior:
     """Fits the coefficients to the first requests of a log, or reads them."""
     if options.fit_requests is None:
-        return load_coefficients(options)
+        return load_coefficients(options, setup)
     num = options.draws or MAX_DRAWS
     return fit_request_log(
         log,

@@ -11,12 +11,16 @@ from typing import Any
 import jax
 
 from jaxkv.cli import CommandOutput, Terminal, WorkStopped
+from jaxkv.files import read_table
 from jaxkv.report import dumps, write_files
 from scaling.calibration import (
+    PUBLISHED_LOOPS,
     draw_coefficients,
+    find_server_form,
     format_posterior,
     simulate_server,
 )
+from scaling.cli.calibrate import report_server_table
 from scaling.cli.simulate import comparison, stages, tables
 from scaling.cli.simulate.case import (
     ServerCase,
@@ -145,6 +149,14 @@ def _predict_stages(name: str, options: SimulateOptions) -> CommandOutput:
         if field.name not in stage_options and setting != getattr(plain, field.name):
             flag = f"--{field.name.replace('_', '-')}"
             raise ValueError(f"{flag} and --stages exclude each other")
+    assert options.stages is not None
+    if find_server_form(read_table(options.stages, allow_partial=False).names):
+        return report_server_table(
+            options.stages,
+            options.coefficients or PUBLISHED_LOOPS,
+            out=options.out,
+            has_figure=options.plot,
+        )
     with Terminal() as bars:
         document, posterior = stages.predict_table(options, bars)
         _refuse_partial(bars)

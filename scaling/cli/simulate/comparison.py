@@ -12,7 +12,12 @@ from jaxtyping import Float
 from jaxkv import plotting
 from jaxkv.plotting import BLUE, GREEN, PURPLE, render_figure, set_labels, shade_band
 from jaxkv.report import Sheet, format_percent
-from scaling.calibration import PRIOR, ServerPosterior, kolmogorov_distance
+from scaling.calibration import (
+    DETERMINED_SPREAD,
+    PRIOR,
+    ServerPosterior,
+    kolmogorov_distance,
+)
 from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
 from scaling.cli.simulate.summary import LEVEL, RunSummary
 
@@ -22,9 +27,6 @@ if TYPE_CHECKING:
 LATENCIES = {"e2e": ("end to end", BLUE), "ttft": ("first token", GREEN)}
 """Compared latencies with their names and colours."""
 _NUM_FARTHEST = 5
-_DETERMINED = 0.5
-"""Standard deviation, over that of the prior, below which the data determine a
-coefficient."""
 
 
 def _measured(case: ServerCase) -> dict[str, Float[np.ndarray, " requests"]]:
@@ -125,10 +127,12 @@ def coefficient_sheet(posterior: ServerPosterior) -> Sheet:
     cells = []
     for index, (name, (median, spread)) in enumerate(PRIOR.items()):
         value = median * np.exp(spread * posterior.mode[index])
-        origin = "data" if spreads[index] < _DETERMINED else "prior"
+        origin = "data" if spreads[index] < DETERMINED_SPREAD else "prior"
         cells.append((name, f"{value:.3g}", f"{spreads[index]:.2f}", origin))
     heads = ("coefficient", "value", "spread over the prior's", "determined by")
-    note = f"The data determine a coefficient whose spread is below {_DETERMINED:g}."
+    note = (
+        f"The data determine a coefficient whose spread is below {DETERMINED_SPREAD:g}."
+    )
     return Sheet("Coefficients", heads, cells, note)
 
 

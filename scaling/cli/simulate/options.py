@@ -104,6 +104,8 @@ class SimulateOptions(ConfigRecord):
     """File of jaxkv calibrate."""
     usd_per_hour: Annotated[float | None, describe_default("none")] = None
     """Price of one device, for dollars per answer and per million tokens."""
+    grams_per_kwh: Annotated[float | None, describe_default("none")] = None
+    """Carbon of energy, for grams per answer and per million tokens."""
     measure_next: bool = False
     """Name the loads whose measurement would narrow the intervals most."""
     draws: Annotated[int | None, describe_default("32, or all")] = None
@@ -133,6 +135,7 @@ class SimulateOptions(ConfigRecord):
         refuse_outside(self, name, "in (0, 1]", above_0, 1.0)
         refuse_outside(self, "rate", "above 0 requests per second", above_0)
         refuse_outside(self, "usd_per_hour", "above 0 USD per hour", above_0)
+        refuse_outside(self, "grams_per_kwh", "in [0, 1e6] g", 0, 1e6)
         refuse_outside(self, "duration", "above 0 seconds", above_0)
         refuse_outside(self, "warm_up", "at least 0 seconds", 0)
         for flag, text in (

@@ -81,7 +81,7 @@ def _predict_row(
     }
     end_to_end_s = float(np.median(predicted.end_to_end_s.mean))
     sizes = LoadSizes.of_stage(stage, end_to_end_s)
-    outside = find_outside_sizes(posterior, sizes)
+    outside = find_outside_sizes(posterior.fitted_sizes, sizes)
     row["outside_fitted"] = {name: x._asdict() for name, x in outside.items()}
     for key, (field, compared) in _STATISTIC_OF_COLUMN.items():
         summary: LatencySummary = getattr(predicted, field)

@@ -13,12 +13,15 @@ from jaxtyping import Float, Int
 from jaxkv.workloads import SustainedRate, goodput
 from scaling.calibration import (
     ENERGY_DISCREPANCY,
+    JOULES_PER_KWH,
     POWER_DISCREPANCY,
     LoadSizes,
     ServerRun,
+    draw_noise_scales,
     find_latency_factors,
     find_outside_sizes,
     find_run_energy,
+    tail_factor,
 )
 from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
 from scaling.cli.simulate.options import LATENCY_OPTIONS, LatencyObjective
@@ -31,6 +34,7 @@ _NUM_FACTORS = 64
 """Factors of each draw."""
 _MEMORY_STEP_S = 0.05
 """Spacing of the times at which memory is read."""
+
 
 type Samples = Float[np.ndarray, "factors draws"]
 
@@ -51,7 +55,7 @@ class RunSummary:
         sizes = _find_sizes(
             case, run, float(np.median(values.end_to_end_s.mean(axis=1)))
         )
-        self.outside = find_outside_sizes(case.posterior, sizes)
+        self.outside = find_outside_sizes(case.posterior.fitted_sizes, sizes)
         factors = find_latency_factors(case.posterior, case.fitted_model or "", sizes)
         draws = factors.draw(_NUM_FACTORS)
         self._case = case
@@ -60,6 +64,8 @@ class RunSummary:
             "ttft": draws[..., 1],
             "tpot": draws[..., 0],
         }
+        scales = draw_noise_scales(case.posterior)
+        self._scales = dict(zip(LATENCY_OPTIONS, scales.T[[0, 1, 0]], strict=True))
         self.run = run
         self.num_measured = int(run.load.is_measured.sum())
         self.overloaded = run.is_overloaded()
@@ -81,7 +87,14 @@ class RunSummary:
         if statistic == "mean":
             per_draw = values.mean(axis=1)
         else:
-            per_draw = np.percentile(values, float(statistic[1:]), axis=1)
+            percent = float(statistic[1:])
+            per_draw = np.percentile(values, percent, axis=1)
+            if percent > 50:
+                median = np.median(values, axis=1)
+                scale = self._scales[latency]
+                per_draw = per_draw * tail_factor(
+                    per_draw, median, percent / 100, scale
+                )
         return per_draw * self._factors[latency]
 
     def probability(self, objectives: tuple[LatencyObjective, ...]) -> float | None:
@@ -171,7 +184,12 @@ class RunSummary:
             "watts": watts,
             "joules_per_token": token_joules,
             "joules_per_answer": token_joules * output.mean(),
+            "joules_per_million_tokens": 1e6 * token_joules,
         }
+        if (grams := self._case.grams_per_kwh) is not None:
+            for name in ("answer", "million_tokens"):
+                joules = values[f"joules_per_{name}"]
+                values[f"grams_per_{name}"] = joules * grams / JOULES_PER_KWH
         levels = (np.arange(_NUM_FACTORS) + 0.5) / _NUM_FACTORS
         normal = np.array([NormalDist().inv_cdf(x) for x in levels])
         intervals = {}

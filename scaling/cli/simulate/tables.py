@@ -3,13 +3,32 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxkv.report import Sheet, format_percent, format_rate
 from jaxkv.workloads import SustainedRate
-from scaling.calibration import MeasurementGain, OutsideSize, ServerPosterior
+from scaling.calibration import (
+    JOULES_PER_KWH,
+    MeasurementGain,
+    OutsideSize,
+    ServerPosterior,
+    noise_quantile,
+)
 from scaling.cli.simulate.case import REQUESTS_FOR, ServerCase
 from scaling.cli.simulate.summary import LEVEL, PROBABILITIES
 
 _NUM_MEASUREMENTS = 3
+_ENERGY_LABELS = {
+    "watts": ("power [W]", 1.0),
+    "joules_per_answer": ("an answer [J]", 1.0),
+    "joules_per_token": ("token of an answer [J]", 1.0),
+    "joules_per_million_tokens": (
+        "million tokens of answers [kWh]",
+        1 / JOULES_PER_KWH,
+    ),
+    "grams_per_answer": ("an answer [g of CO2]", 1.0),
+    "grams_per_million_tokens": ("million tokens of answers [kg of CO2]", 1e-3),
+}
 _LATENCY_LABELS = {
     "e2e_s": ("end to end [s]", 1.0),
     "ttft_s": ("first token [ms]", 1e3),
@@ -73,12 +92,9 @@ def run_sheets(document: dict[str, Any]) -> list[Sheet]:
         ]
     if (energy := document["energy"]) is not None:
         pairs += [
-            ("power [W]", format_estimate(energy, "watts", 1.0)),
-            ("an answer [J]", format_estimate(energy, "joules_per_answer", 1.0)),
-            (
-                "token of an answer [J]",
-                format_estimate(energy, "joules_per_token", 1.0),
-            ),
+            (label, format_estimate(energy, name, scale))
+            for name, (label, scale) in _ENERGY_LABELS.items()
+            if name in energy
         ]
     sheets = [latencies, Sheet("Throughput and memory", ("", ""), pairs)]
     if (sessions := document["sessions"]) is not None:
@@ -215,18 +231,28 @@ def fitted_rows(posterior: ServerPosterior) -> list[tuple[str, str]]:
     """Returns the rows about the data of the coefficients."""
     models = ", ".join(posterior.residuals)
     devices = ", ".join(posterior.devices) or "unknown devices"
+    fitted = (
+        "mean end-to-end and median first-token times of "
+        f"{len(posterior.stages)} load stages of {models} on {devices}"
+    )
+    if not models:
+        fitted = f"times of {posterior.stages[0]}, on {devices}"
     return [
-        (
-            "fitted",
-            "mean end-to-end and median first-token times of "
-            f"{len(posterior.stages)} load stages of {models} on {devices}",
-        ),
-        (
-            "not fitted",
-            "P99: the simulation has no stalls of clients and servers, so measured "
-            "values are higher",
-        ),
+        ("fitted", fitted),
+        ("percentiles", _describe_noise(posterior)),
     ]
+
+
+def _describe_noise(posterior: ServerPosterior) -> str:
+    if posterior.noise is None:
+        return "no noise of requests: measured P90 and P99 may be higher"
+    ends = np.exp(noise_quantile(0.99) * posterior.noise.scale) - 1
+    whole, first = (f"{100 * x:.0f} %" for x in ends)
+    return (
+        "P90 and P99 have the noise of requests of these stages, stalls and start-up "
+        f"included: P99 {whole} above the median end to end, and {first} at the first "
+        "token"
+    )
 
 
 def format_estimate(estimate: dict[str, Any], name: str, scale: float) -> str:

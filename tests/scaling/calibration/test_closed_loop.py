@@ -21,6 +21,7 @@ from scaling.calibration import (
     calibrate_loops,
     count_server,
     find_loop_latency,
+    find_size_range,
     find_used_shares,
     fit_loops,
     fit_power,
@@ -30,6 +31,7 @@ from scaling.calibration import (
     predict_loops,
     predict_servers,
     predict_watts,
+    sizes_of_server,
 )
 from scaling.costs import find_device
 from scaling.shapes import describe
@@ -263,7 +265,8 @@ def test_a_fit_recovers_rows_of_known_coefficients() -> None:
     rng = np.random.default_rng(0)
     deviations = 0.3 * rng.normal(size=NUM_PARAMETERS)
     rows = make_rows()
-    truth = LoopFit(deviations, np.eye(NUM_PARAMETERS), SIZES, (), 0)
+    range_of_rows = find_size_range(map(sizes_of_server, rows))
+    truth = LoopFit(deviations, np.eye(NUM_PARAMETERS), SIZES, (), 0, range_of_rows)
     latencies = predict_loops(rows, truth).median_s
     factor = np.where(np.arange(len(rows)) % 20 == 0, 10.0, 1.0)
     rows = [

@@ -15,6 +15,7 @@ from scaling.calibration import (
     LatencySummary,
     LoadSizes,
     MeasuredStage,
+    RequestNoise,
     ServerPosterior,
     StageLatencies,
     draw_coefficients,
@@ -90,11 +91,14 @@ def test_the_fit_recovers_the_times_of_known_coefficients(
 
     surrogate = jax.jit(posterior.make_surrogate(stages))
 
-    def steady(stage: MeasuredStage, deviations: np.ndarray) -> np.ndarray:
+    def steady(
+        stage: MeasuredStage, deviations: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         at = stages.index(stage)
-        return np.exp([surrogate(jnp.float32(x))[at] for x in deviations])
+        times = np.exp([surrogate(jnp.float32(x))[at] for x in deviations])
+        return times, np.zeros(2)
 
-    monkeypatch.setattr(posterior, "_simulated_targets", steady)
+    monkeypatch.setattr(posterior, "_simulate_targets", steady)
     monkeypatch.setattr(posterior, "FIT_ROUNDS", 1)
     monkeypatch.setattr(posterior, "_DRAWS_PER_ROUND", 2)
     fit = fit_posterior(stages, num_draws=400)
@@ -144,6 +148,14 @@ def test_intervals_include_the_discrepancy_of_a_model(
     replace(monkeypatch, posterior, "simulate_stage", lambda *_: plain)
     new = predict_stage(FIRST, fitted._replace(residuals={}))
     fitted_prediction = predict_stage(FIRST, fitted)
+    # Noise of requests moves percentiles, and nothing else.
+    noise = RequestNoise(np.array([0.02, 0.04]), np.array([0.5, 0.5]))
+    noisy = predict_stage(FIRST, fitted._replace(noise=noise))
+    np.testing.assert_array_equal(
+        noisy.end_to_end_s.mean, fitted_prediction.end_to_end_s.mean
+    )
+    ratio = noisy.first_token_s.p99 / fitted_prediction.first_token_s.p99
+    assert np.log(np.median(ratio)) == pytest.approx(0.04 * 3.747, rel=0.02)
     pairs = (("end_to_end_s", "mean"), ("first_token_s", "median"))
     for i, (latency, statistic) in enumerate(pairs):
         before, after = (
@@ -183,15 +195,19 @@ def test_loads_outside_the_fitted_ones_have_wider_intervals(
     long = dataclasses.replace(FIRST, answer_tokens=164)
     outside = predict_stage(long, fitted)
     sizes = LoadSizes.of_stage(long, 1.0)
-    assert find_outside_sizes(fitted, LoadSizes.of_stage(FIRST, 1.0)) == {}
-    assert find_outside_sizes(fitted, sizes) == {"answer_tokens": (164, 20.0, 41.0)}
-    assert find_outside_sizes(fitted, sizes)["answer_tokens"].octaves == 2
+    assert find_outside_sizes(fitted.fitted_sizes, LoadSizes.of_stage(FIRST, 1.0)) == {}
+    assert find_outside_sizes(fitted.fitted_sizes, sizes) == {
+        "answer_tokens": (164, 20.0, 41.0)
+    }
+    assert find_outside_sizes(fitted.fitted_sizes, sizes)["answer_tokens"].octaves == 2
     near = LoadSizes(96.0, 42.0, 52.0)
-    assert find_outside_sizes(fitted, near) == {}
+    assert find_outside_sizes(fitted.fitted_sizes, near) == {}
     # Short answers are outside, and few requests are not.
-    few = find_outside_sizes(fitted, LoadSizes(100.0, 10.0, 0.25))
+    few = find_outside_sizes(fitted.fitted_sizes, LoadSizes(100.0, 10.0, 0.25))
     assert {name: x.octaves for name, x in few.items()} == {"answer_tokens": 1}
-    outside_sizes = find_outside_sizes(fitted, LoadSizes(100.0, 20.0, 200.0))
+    outside_sizes = find_outside_sizes(
+        fitted.fitted_sizes, LoadSizes(100.0, 20.0, 200.0)
+    )
     assert {name: x.octaves for name, x in outside_sizes.items()} == {"batch": 2}
     pairs = (("end_to_end_s", "mean"), ("first_token_s", "median"))
     for i, (latency, statistic) in enumerate(pairs):
@@ -202,7 +218,7 @@ def test_loads_outside_the_fitted_ones_have_wider_intervals(
         assert np.std(before) == pytest.approx(plain_sd, rel=0.3)
         wide_sd = (plain_sd**2 + (2 * EXTRAPOLATION[i]) ** 2) ** 0.5
         assert np.std(after) == pytest.approx(wide_sd, rel=0.3)
-    assert find_outside_sizes(fitted._replace(fitted_sizes=None), sizes) == {}
+    assert find_outside_sizes(None, sizes) == {}
 
 
 def test_models_and_loads_are_left_out_one_at_a_time() -> None:

@@ -6,7 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scaling.calibration import PRIOR, ServerPosterior, load_posterior, save_posterior
+from scaling.calibration import (
+    PRIOR,
+    RequestNoise,
+    ServerPosterior,
+    load_posterior,
+    save_posterior,
+)
 
 
 @pytest.fixture
@@ -21,6 +27,7 @@ def posterior() -> ServerPosterior:
         corrections=rng.normal(size=(3, 2)),
         num_effective=12.5,
         devices=("h100",),
+        noise=RequestNoise(np.array([0.03, 0.05]), np.array([0.7, 0.9])),
     )
 
 
@@ -42,6 +49,8 @@ def test_a_written_posterior_is_read_back(
     assert loaded_posterior.num_stages == posterior.num_stages
     assert loaded_posterior.devices == ("h100",)
     assert loaded_posterior.num_effective == 12.5
+    assert loaded_posterior.noise is not None
+    np.testing.assert_allclose(loaded_posterior.noise.doubt, [0.7, 0.9])
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,7 @@ def test_a_written_posterior_is_read_back(
         (("coefficients", "step_s", "draws"), [1.0, -1.0], "no posterior of servers"),
         (("coefficients", "step_s"), 3, "no posterior of servers"),
         (("coefficients",), {}, "coefficients must be"),
+        (("request_noise", "scale"), [-1.0, 0.1], "request_noise must have two"),
         (("models", "llama-2-7b", "residuals"), [[0.0], [0.0]], "must have 4 draws"),
         (("models",), [], "no posterior of servers"),
     ],

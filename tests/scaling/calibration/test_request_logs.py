@@ -102,10 +102,13 @@ def test_the_result_of_a_benchmark_is_a_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"start_times": None}, "needs start_times, input_lens"),
+        ({"input_lens": None}, "needs input_lens, output_lens"),
+        ({"start_times": [1.0]}, "start_times must have 2 numbers"),
         ({"ttfts": [1]}, "of equal lengths"),
         ({"errors": ["", "reset"]}, "request 2 failed: reset"),
-        ({"itls": [[0.1], ["x"]]}, "request 2: start_times, ttfts and itls must be"),
+        ({"itls": [[0.1], ["x"]]}, "request 2: ttfts and itls must be numbers"),
+        ({"start_times": [1.0, "x"]}, "request 2: start_times must be numbers"),
+        ({"start_times": None, "request_rate": 4.0}, "request_rate=4.0 sends"),
     ],
 )
 def test_bad_benchmarks_are_refused(
@@ -114,6 +117,37 @@ def test_bad_benchmarks_are_refused(
     path = tmp_path / "result.json"
     path.write_text(json.dumps(BENCHMARK | fields))
     with pytest.raises(ValueError, match=re.escape(line)):
+        read_request_log(path)
+
+
+SGLANG = {
+    "backend": "sglang",
+    "request_rate": float("inf"),
+    "max_concurrency": 2,
+    "input_lens": [9, 7, 11, 5],
+    "output_lens": [3, 2, 2, 1],
+    "ttfts": [0.5, 0.25, 0.125, 0.25],
+    "itls": [[0.25, 0.25], [0.25], [0.25], []],
+    "generated_texts": ["a", "b", "c", "d"],
+    "errors": ["", "", "", ""],
+}
+"""Two requests run at a time: the second ends at 0.5 and the third at 0.875 s."""
+
+
+def test_the_result_of_a_closed_loop_has_its_arrivals(tmp_path: Path) -> None:
+    path = tmp_path / "result.jsonl"
+    path.write_text(json.dumps(SGLANG) + "\n")
+    log = read_request_log(path)
+    np.testing.assert_array_equal(log.row, [1, 2, 3, 4])
+    np.testing.assert_allclose(log.arrival_s, [0, 0, 0.5, 0.875])
+    np.testing.assert_allclose(log.last_token_s, [1.0, 0.5, 0.875, 1.125])
+    path.write_text(json.dumps(SGLANG | {"max_concurrency": None}))
+    np.testing.assert_array_equal(read_request_log(path).arrival_s, 0)
+    path.write_text(2 * (json.dumps(SGLANG) + "\n"))
+    with pytest.raises(ValueError, match="has 2 results of a benchmark"):
+        read_request_log(path)
+    path.write_text(json.dumps(SGLANG | {"max_concurrency": 0}))
+    with pytest.raises(ValueError, match="max_concurrency=0 must be at least 1"):
         read_request_log(path)
 
 

@@ -61,12 +61,26 @@ def test_draws_are_independent_and_slots_do_not_change_them() -> None:
     both = simulate_stage(stage, draws, warm_up_s=2.0, window_s=3.0, num_slots=12)
     for i in range(2):
         single = jax.tree.map(lambda x, i=i: x[i : i + 1], draws)
-        alone = simulate_stage(stage, single, warm_up_s=2.0, window_s=3.0, num_slots=24)
+        alone = simulate_stage(
+            stage, single, warm_up_s=2.0, window_s=3.0, num_slots=24, seed=i
+        )
         pair = jax.tree.map(lambda x, i=i: x[i : i + 1], both)
         # Sums over requests may differ in their last bit.
         for x, y in zip(jax.tree.leaves(pair), jax.tree.leaves(alone), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-12)
     assert both.end_to_end_s.mean[1] > 5 * both.end_to_end_s.mean[0]
+
+
+def test_each_draw_has_arrivals_of_its_own() -> None:
+    """Equal coefficients give the latencies of the draw's seed, alone or together."""
+    poisson = dataclasses.replace(FIRST, arrivals="poisson")
+    draws = jax.tree.map(lambda x: np.repeat(x, 3), constant_steps(sequence_s=1e-3))
+    both = simulated(poisson, draws).end_to_end_s.p99
+    assert len({*both.tolist()}) == 3
+    alone = simulate_stage(
+        poisson, constant_steps(sequence_s=1e-3), warm_up_s=2.0, window_s=3.0, seed=1
+    )
+    assert alone.end_to_end_s.p99 == pytest.approx(both[1], rel=1e-6)
 
 
 def test_prompts_are_cached_after_their_first_use() -> None:

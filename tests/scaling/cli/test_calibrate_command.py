@@ -89,3 +89,12 @@ def test_a_fit_predicts_another_table(
     expected = [x for x in predictions if x["quantity"] == "time per token"]
     assert table.predicted.tolist() == pytest.approx([x["predicted"] for x in expected])
     assert not len(result.group_errors("table", "model"))
+    # The fit is a file that simulations read; the table is its own prediction.
+    fit = tmp_path / "fit.json"
+    status, output, _ = calibrate(rest_path, "--out", str(fit))
+    assert status == 0
+    assert "determined" in output
+    again = json.loads((out / "server.json").read_text())
+    assert json.loads(fit.read_text()) == again
+    (next_row, *_) = document["next_rows"]
+    assert next_row["token_width"] < 0.6

@@ -270,6 +270,31 @@ def test_a_plan_uses_the_fit_of_the_selected_group(jaxkv: Command, fit: Path) ->
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
+def test_answers_of_the_planned_model_have_costs(jaxkv: Command) -> None:
+    args = "--gpu h100:3 --budget-usd 1e5 --serve 1024:256:32 --grams-per-kwh 360"
+    serving = planned(jaxkv, args)["serving"]
+    assert serving["num_devices"] == 1
+    assert serving["num_running"] == 32
+    usd = serving["usd_per_million_tokens"]
+    assert serving["usd_per_answer"]["median"] == pytest.approx(
+        256e-6 * usd["median"], rel=1e-6
+    )
+    # 32 requests share a device at 3 dollars an hour; prompts are part of its time.
+    decoding = 3 / 3600 * serving["token_s"]["median"] / 32
+    assert usd["median"] == pytest.approx(1e6 * decoding, rel=0.2)
+    assert usd["interval"][0] < 0.9 * usd["median"] < usd["interval"][1]
+    joules = serving["joules_per_answer"]["median"]
+    grams = serving["grams_per_answer"]
+    assert grams["median"] == pytest.approx(joules * 1e-4)
+    output = reported(jaxkv, args)
+    assert "What does an answer cost?" in output
+    # Ten times the parameters need more devices.
+    large = planned(jaxkv, args.replace("1e5", "1e7"))["serving"]
+    assert large["num_devices"] > 1
+    assert large["usd_per_answer"]["median"] > 2 * serving["usd_per_answer"]["median"]
+
+
 def test_the_folder(jaxkv: Command) -> None:
     plan = planned(jaxkv, f"{LECTURE} --plot --out here")
     stored_plan = json.loads(Path("here/plan.json").read_text())
@@ -299,6 +324,10 @@ def test_the_folder(jaxkv: Command) -> None:
         ("--flops 1e20 --mfu 0", "--mfu 0: must be in (0, 1]"),
         ("--flops 1e20 --serve-mfu 2", "--serve-mfu 2: must be in (0, 1]"),
         ("--flops 1e20 --inference-tokens -1", "--inference-tokens -1: must be in"),
+        ("--flops 1e20 --serve 9:9:9", "--serve 9:9:9 needs --gpu"),
+        ("--flops 1e20 --gpu t4 --serve 9:9", "must be PROMPT:ANSWER:REQUESTS"),
+        ("--flops 1e27 --gpu t4 --serve 9:9:9", "8 t4 do not hold the weights"),
+        ("--flops 1e20 --grams-per-kwh 4", "--grams-per-kwh needs --serve"),
         ("--flops 1e20 --unique-tokens 0", "--unique-tokens 0: must be in"),
         ("--flops 1e20 --devices 0", "--devices 0: must be in"),
         ("--flops 1e20 --level 1", "--level 1: must be in (0, 1)"),

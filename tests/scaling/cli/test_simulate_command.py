@@ -169,11 +169,18 @@ def test_requests_are_compared_with_a_log(
 
 def test_the_document_of_a_load(queue: Command) -> None:
     more = ("--objective", "ttft=0.5,e2e_mean=0.275", "--usd-per-hour", "3")
+    more += ("--grams-per-kwh", "360")
     report = document(queue, "--rate", "8", *more)
     # Two devices at 3 dollars an hour.
     usd = 6 / 3600 / report["requests_per_s"]
     assert report["usd"]["per_answer"] == pytest.approx(usd)
     assert report["usd"]["per_million_tokens"] == pytest.approx(1e6 * usd / 11)
+    energy = report["energy"]
+    assert energy["joules_per_answer"] == pytest.approx(11 * energy["joules_per_token"])
+    # 360 g for 3.6 MJ.
+    for name in ("answer", "million_tokens"):
+        grams = energy[f"joules_per_{name}"] * 1e-4
+        assert energy[f"grams_per_{name}"] == pytest.approx(grams)
     assert report["model"] == "mixtral-8x7b"
     assert (report["window_s"], report["warm_up_s"]) == (25.0, 8.0)
     assert report["num_requests"] > 150
@@ -218,7 +225,7 @@ def test_a_sweep_finds_the_largest_rates(queue: Command) -> None:
         "Objective: ttft p99 <= 1 s",
         "25 s after a warm-up of 8 s",
         "mixtral-8x7b is one of the fitted models",
-        "P99: the simulation has no stalls",
+        "percentiles",
     ):
         assert part in output
 
@@ -548,6 +555,21 @@ def test_each_policy_has_its_own_schedule(simulate: Command) -> None:
     assert len({*means_s}) == 3
     # Policies by attributes that these loads do not have.
     assert_refused(simulate, " ".join((*args, "--policy", "fair-share")), "fair-share")
+
+
+@pytest.mark.thorough
+def test_a_table_of_servers_has_signed_errors(jaxkv: Command) -> None:
+    """By the published fit, which saw these rows."""
+    table = str(GOLDEN / "aic_servers.csv")
+    report = document(jaxkv, "simulate", "--stages", table, "--plot")
+    assert (Path(report["out"]) / "figure-2.png").exists()
+    rows = [x for x in report["errors"] if x["by"] == "device"]
+    assert {row["quantity"] for row in rows} >= {"time per token", "first token"}
+    assert all(abs(row["bias"]) <= row["median"] for row in rows)
+    # Data sheets are too fast.
+    tokens = [x for x in rows if x["quantity"] == "time per token"]
+    assert all(row["roofline"] < -0.2 for row in tokens)
+    assert report["refusals"]
 
 
 def test_the_rows_of_a_table_are_predicted(
