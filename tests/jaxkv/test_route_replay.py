@@ -134,11 +134,10 @@ def test_replay_has_the_gradient_of_the_ordinary_forward_pass() -> None:
 @pytest.mark.parametrize(
     ("dtype", "setup"),
     [
-        ("float32", setup_of("recompute")),
-        ("bfloat16", setup_of("swap")),
-        ("float32", setup_of("small pages")),
-        ("bfloat16", setup_of("drafts")),
+        ("bfloat16", setup_of("recompute")),
         ("float32", setup_of("drafts")._replace(method="early-exit")),
+        pytest.param("float32", setup_of("swap"), marks=pytest.mark.slow),
+        pytest.param("bfloat16", setup_of("small pages"), marks=pytest.mark.slow),
     ],
 )
 def test_recorded_routes_are_those_of_score(dtype: str, setup: EngineSetup) -> None:
