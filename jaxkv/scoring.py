@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jaxkv import arrays, models, validation
 from jaxkv.engine import EngineConfig
@@ -84,7 +84,7 @@ def score(
     config: ModelConfig,
     sampling: Sampling | None = None,
     mesh: Mesh | None = None,
-    routes: Int32[Array | np.ndarray, "sequences length mixtures top_k"] | None = None,
+    routes: Int[Array | np.ndarray, "sequences length mixtures top_k"] | None = None,
 ) -> Float[Array, "sequences length"]:
     """Returns the log-probability of each token given the tokens before it.
 

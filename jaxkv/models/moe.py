@@ -13,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jaxkv.models.config import Experts, ModelConfig
 
@@ -106,7 +106,7 @@ def route(
 
 def check_routes(
     config: ModelConfig,
-    routes: Int32[Array | np.ndarray, "sequences length mixtures top_k"],
+    routes: Int[Array | np.ndarray, "sequences length mixtures top_k"],
     shape: tuple[int, ...],
 ) -> None:
     """Checks the recorded experts of each token; of traced arrays only the shape.
