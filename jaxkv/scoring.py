@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jaxkv import arrays, models, validation
 from jaxkv.engine import EngineConfig
 from jaxkv.memory import Pages, Rows
 from jaxkv.models import (
+    NO_EXPERT,
     ROW_TILE,
     ModelConfig,
     PagedForward,
@@ -71,6 +72,8 @@ class _Packing(NamedTuple):
     """Sequence of each row; -1 for padding."""
     target: Int32[Array, " rows"]
     """The next token, arbitrary in the last row of a sequence."""
+    routes: Int32[Array, "rows mixtures top_k"] | None
+    """Experts of each row; None leaves the choice to the routers."""
 
 
 def score(
@@ -81,6 +84,7 @@ def score(
     config: ModelConfig,
     sampling: Sampling | None = None,
     mesh: Mesh | None = None,
+    routes: Int[Array | np.ndarray, "sequences length mixtures top_k"] | None = None,
 ) -> Float[Array, "sequences length"]:
     """Returns the log-probability of each token given the tokens before it.
 
@@ -101,13 +105,19 @@ def score(
         -inf for tokens that are cut off. Static.
       mesh: the engine's devices, over which the parameters are divided as by
         `Engine.load`; None means one device. Static.
+      routes: experts of each token in each mixture, as an engine with
+        `record_routes=True` reports them; -1 where the router chooses, for example in
+        padding. Experts are those of `routes`, and their shares are computed from the
+        scores of the router, also in the derivative: see `models.route`. None means the
+        router's choice.
 
     Returns:
       Log-probabilities, at least float32, 0 at the first token and at padding.
 
     Raises:
       ValueError: the tokens are empty, the sequences exceed the model's learned
-        positions, or `sampling` has penalties.
+        positions, `sampling` has penalties, or `routes` are not those of the tokens and
+        the model, see `models.check_routes`.
     """
     if sampling is not None:
         validation.instance("sampling", sampling, Sampling)
@@ -125,8 +135,11 @@ def score(
     tokens = jnp.asarray(tokens)
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1], np.int32)
+    if routes is not None:
+        models.check_routes(config, routes, tokens.shape)
+        routes = jnp.asarray(routes, jnp.int32)
     options = _Options(config, sampling, mesh)
-    return _score(options, params, tokens, jnp.asarray(lengths))
+    return _score(options, params, tokens, jnp.asarray(lengths), routes)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -135,8 +148,9 @@ def _score(
     params: Params,
     tokens: Int32[Array, "sequences length"],
     lengths: Int32[Array, " sequences"],
+    routes: Int32[Array, "sequences length mixtures top_k"] | None,
 ) -> Float[Array, "sequences length"]:
-    return _by_tiles(options, params, tokens, lengths)
+    return _by_tiles(options, params, tokens, lengths, routes)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -145,6 +159,7 @@ def _by_tiles(
     params: Params,
     tokens: Int32[Array, "sequences length"],
     lengths: Int32[Array, " sequences"],
+    routes: Int32[Array, "sequences length mixtures top_k"] | None,
 ) -> Float[Array, "sequences length"]:
     """Runs the engine's program of `ROW_TILE` rows on all tokens."""
     num, length = tokens.shape
@@ -158,6 +173,9 @@ def _by_tiles(
     pages = make_model_pages(options.config, bounds, dtype=dtype)
     end = jnp.cumsum(lengths, dtype=jnp.int32)
     packed = _pack(tokens, lengths, end, options)
+    if routes is not None:
+        place = packed.slot, packed.position
+        packed = packed._replace(routes=arrays.take(routes, place, fill=NO_EXPERT))
     run = functools.partial(_run_tiles, options)
     if (mesh := options.mesh) is not None:
         axes = param_axes(options.config, stacked=is_stacked(params))
@@ -187,10 +205,12 @@ def _by_sequences(
     params: Params,
     tokens: Int32[Array, "sequences length"],
     lengths: Int32[Array, " sequences"],
+    routes: Int32[Array, "sequences length mixtures top_k"] | None,
 ) -> Float[Array, "sequences length"]:
     """Computes the log-probabilities by the ordinary forward pass."""
     num, length = tokens.shape
-    logits = models.logits(params, tokens, config=options.config)[:, :-1]
+    logits = models.logits(params, tokens, config=options.config, routes=routes)
+    logits = logits[:, :-1]
     logits = logits.reshape(-1, logits.shape[-1])
     logprobs = _logprobs_of(options, logits, tokens[:, 1:].reshape(-1))
     place = jnp.arange(1, length, dtype=jnp.int32)[None, :]
@@ -239,6 +259,7 @@ def _pack(
         position,
         slot,
         arrays.take(tokens, (slot, following), fill=0),
+        routes=None,
     )
 
 
@@ -272,7 +293,7 @@ def _run_tiles(
             page_ids=page_ids,
             logit_rows=part.slot,
         )
-        states = forward.states(model, pages, rows)
+        states = forward.states(model, pages, rows, routes=part.routes)
         hidden = states.last.reshape(-1, size // ROW_TILE, ROW_TILE).swapaxes(0, 1)
         new = lax.map(score_tile, (hidden, part.target.reshape(-1, ROW_TILE)))
         return (

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
         make_engine,
     )
     from experiments.harness.named_costs import find_cost_model
+    from experiments.harness.peers.language_models import MODEL_PEERS
+    from experiments.harness.peers.peer_main import peak_bytes, reset_peak
+    from experiments.harness.peers.peer_process import (
+        PeerProcess,
+        format_absent,
+        start_peers,
+    )
     from experiments.harness.prompts import (
         PromptRequest,
         RaggedConfig,

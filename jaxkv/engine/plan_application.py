@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, ledger, memory
 from jaxkv.engine import beam_search, counts, groups, prefix_caching, swapping
+from jaxkv.engine.emitting import record_routes
 from jaxkv.engine.state import ALL_KINDS, EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, SlotPlan
 from jaxkv.memory import (
@@ -162,6 +163,7 @@ def _preempt_and_admit(
         is_swapped=leaves & (state.table.length > 0),
     )
     state = state._replace(sequences=state.sequences._replace(num_swapped=num_swapped))
+    state = record_routes(state, is_preempted)
     state = prefix_caching.release_slots(state, is_preempted, eviction)
     books, new = ledger.admit(
         books,

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxkv import arrays, ledger
 from jaxkv.engine import groups, prefix_caching, swapping
+from jaxkv.engine.emitting import record_routes
 from jaxkv.engine.state import (
     CANCELLED,
     EngineConfig,
@@ -30,6 +31,7 @@ from jaxkv.ledger import (
     SequenceProgress,
 )
 from jaxkv.memory import Eviction, max_pages
+from jaxkv.models import NO_EXPERT
 from jaxkv.sampling import Params, make_beams
 from jaxkv.scheduling import RequestAttributes
 
@@ -138,9 +140,13 @@ def submit(
     new = no_sequences(row.shape[0], config)._replace(group=lead, **request_fields)
     sequences = jax.tree.map(lambda old, x: arrays.put(old, row, x), s, new)
     members = arrays.put(sequences.members, (lead, index - first), row)
+    routes = state.routes
+    if routes is not None:
+        routes = arrays.put(routes, row, NO_EXPERT)
     blank = SequenceProgress(*(jnp.zeros_like(row) for _ in SequenceProgress._fields))
     progress = blank._replace(num_tokens=r.prompt_length, num_common=r.prompt_length)
     return state._replace(
+        routes=routes,
         search=_begin_search(state, requests, row, config),
         sequences=sequences._replace(members=members),
         ledger=books._replace(
@@ -243,6 +249,7 @@ def cancel(
         ),
     )
     state = swapping.discard_ended(state, ended)
+    state = record_routes(state, is_cancelled)
     state = prefix_caching.release_slots(
         groups.promote_fork_waiter(state, is_cancelled), is_cancelled, eviction
     )
@@ -258,6 +265,8 @@ class DrainedSequences(NamedTuple):
     sequences: Sequences
     progress: SequenceProgress
     events: SequenceEvents
+    routes: Int32[Array, "sequences max_length mixtures top_k"] | None = None
+    """Experts of each token, if they are recorded."""
 
 
 def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
@@ -278,7 +287,7 @@ def drain(state: EngineState) -> tuple[EngineState, DrainedSequences]:
     alive = _is_alive(books)
     final = (progress.num_tokens > 0) & ~_any_in_group(s, alive)
     drained_sequences = DrainedSequences(
-        final, s, progress, EVENTS.unpack(books.events)
+        final, s, progress, EVENTS.unpack(books.events), state.routes
     )
     left = jnp.where(final[:, None], 0, books.progress)
     return state._replace(ledger=books._replace(progress=left)), drained_sequences

@@ -27,6 +27,7 @@ from jaxkv.memory import (
     make_staging,
     make_table,
 )
+from jaxkv.models import NO_EXPERT
 from jaxkv.sampling import Beams, Params, greedy_params, make_beams
 from jaxkv.scheduling import RequestAttributes
 
@@ -59,6 +60,7 @@ class EngineFields(TypedDict, total=False):
     kv_dtype: Literal["model", "int8", "fp8"]
     numerics: Literal["fast", "reproducible"]
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
+    record_routes: bool
     seed: int
     debug: bool
 
@@ -123,6 +125,9 @@ class EngineConfig:
     """Log-probabilities of answers: of the model's own logits, or, with
     "processed_logprobs", of the distribution that each token is drawn from, after
     penalties, temperature and cut-offs. Those of prompts are always raw."""
+    record_routes: bool = False
+    """True if answers report the experts of each token, for a mixture of experts. False
+    compiles the step without them."""
     seed: int = 0
     """Random seed of requests without their own seed."""
     debug: bool = False
@@ -176,6 +181,10 @@ class EngineConfig:
                 "a token place"
             )
 
+        if self.record_routes and self.max_beams:
+            raise ValueError(
+                f"max_beams={self.max_beams} must be 0 with record_routes=True"
+            )
         if self.logprobs_mode == "processed_logprobs":
             for name in ("max_logprobs", "max_beams", "max_drafts"):
                 if getattr(self, name):
@@ -326,6 +335,9 @@ class EngineState(NamedTuple):
     """Swapped-out pages; None if swapping is disabled."""
     memory: PyTree[Array] = None
     """State of the drafter, a pytree of arrays."""
+    routes: Int32[Array, "sequences max_length mixtures top_k"] | None = None
+    """Experts of each token of sequences that have left their slots, `NO_EXPERT` where
+    no token was fed; None if they are not recorded."""
 
     @property
     def slots(self) -> Slots:
@@ -363,7 +375,8 @@ def init(
       The state.
 
     Raises:
-      ValueError: the pages differ from the configuration in size or type.
+      ValueError: the pages differ from the configuration in size or type, or only one
+        of them records routes.
     """
     for leaf in jax.tree.leaves(pages):
         if leaf.shape[1] != config.num_pages:
@@ -372,6 +385,16 @@ def init(
         raise ValueError(f"{pages.layout.kv_dtype=} must be {config.kv_dtype=}")
     if pages.page_size != config.page_size:
         raise ValueError(f"{pages.page_size=} must be {config.page_size=}")
+    if (pages.routes is not None) != config.record_routes:
+        raise ValueError(
+            f"{config.record_routes=} needs pages made with record_routes="
+            f"{config.record_routes}"
+        )
+    routes = None
+    if (stored := pages.routes) is not None:
+        _, _, mixtures, _, top_k = stored.shape
+        size = config.max_sequences, config.max_length, mixtures, top_k
+        routes = jnp.full(size, NO_EXPERT, jnp.int32)
     slots = config.max_slots
     search = None
     if config.max_beams:
@@ -412,6 +435,7 @@ def init(
         if config.max_swap_pages
         else None,
         memory=memory,
+        routes=routes,
     )
 
 

@@ -425,6 +425,7 @@ def _retire(
         books = state.ledger
         length = state.table.length
         ended = reason != NOT_ENDED
+        state = emitting.record_routes(state, ended)
         row = jnp.where(ended, state.slots.sequence, NO_SEQUENCE)
         books = ledger.note_events(books, begins, ended, length)
         progress = ledger.PROGRESS.write(

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
         pages_to_resume,
         pages_to_start,
     )
-    from jaxkv.memory.features import parent_places, read_features, write_features
+    from jaxkv.memory.features import (
+        parent_places,
+        read_features,
+        read_routes,
+        write_features,
+        write_routes,
+    )
     from jaxkv.memory.idle_pages import is_idle
     from jaxkv.memory.invariants import (
         InvariantError,

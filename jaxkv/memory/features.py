@@ -1,11 +1,13 @@
-"""Features of tokens: hidden states stored on the pages, the input of drafting heads.
+"""Features of tokens, stored on the pages: hidden states and the chosen experts.
 
-A head reads hidden states of tokens computed in earlier steps, or by another request
-with a shared prefix. They are therefore a leaf of `Pages`, at the places of their
-tokens, and are copied, shared, swapped and saved with K and V.
+A drafting head reads hidden states of tokens computed in earlier steps, or by another
+request with a shared prefix. A recorded route is that of the pass which computed the
+token's K and V. Both are therefore leaves of `Pages`, at the places of their tokens,
+and are copied, shared, swapped and saved with K and V.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jaxkv import arrays
@@ -51,6 +53,36 @@ def read_features(
     halves = where.get(mode="fill", fill_value=0, wrap_negative_indices=False)
     halves = page_parts.broadcast_from_owner(halves)
     return halves.reshape(halves.shape[0], -1)
+
+
+def write_routes(
+    pages: Pages, routes: Int32[Array, "rows mixtures top_k"], rows: Rows
+) -> Pages:
+    """Writes the experts of every row to the row's place, in place.
+
+    Padding rows and rows whose place is unmapped are dropped.
+    """
+    stored = pages.routes
+    assert stored is not None  # checked by the caller
+    page, offset = kv_pages.locate(rows, page_size=pages.page_size)
+    written, _ = write_rows(kv_pages.flatten_layers(stored), page, offset, routes)
+    return pages._replace(routes=kv_pages.unflatten_layers(written, stored.shape))
+
+
+def read_routes(
+    pages: Pages, page_ids: Int32[Array, "slots pages_per_slot"]
+) -> Int32[Array, "slots places mixtures top_k"]:
+    """Reads the experts of the tokens on the pages of every slot.
+
+    They are arbitrary at places without a token.
+    """
+    stored = pages.routes
+    assert stored is not None  # checked by the caller
+    leaf = stored[0, jnp.maximum(page_ids, 0)]
+    if page_parts.num_page_parts() > 1:
+        leaf = lax.all_gather(leaf, page_parts.CONTEXT, axis=3, tiled=True)
+    tokens = leaf.swapaxes(2, 3)
+    return tokens.reshape(tokens.shape[0], -1, *tokens.shape[3:])
 
 
 def parent_places(rows: Rows) -> Int32[Array, " rows"]:

@@ -297,12 +297,15 @@ def make_pages(
     kv_dtype: Literal["model", "int8", "fp8"] = "model",
     value_width: int | None = None,
     num_features: int = 0,
+    num_mixtures: int = 0,
+    top_k: int = 0,
 ) -> Pages:
     """Makes pages of K and V, filled with zeros; all sizes are at least 1.
 
     `dtype` is the dtype of the model, and `kv_dtype` and `value_width` are those of a
     `KVLayout`. If positive, `num_features` numbers per token are kept as well, in the
-    model's dtype for any `kv_dtype`.
+    model's dtype for any `kv_dtype`. With `num_mixtures`, the `top_k` experts of each
+    token in each mixture are kept.
 
     Returns:
       The pages, with 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
@@ -333,6 +336,9 @@ def make_pages(
         raise ValueError(f"{num_features=} must be even")
     try:
         pages = KVLayout(kv_dtype, value_width).make(shape, dtype)
+        if num_mixtures:
+            size = 1, num_pages, num_mixtures, page_size, top_k
+            pages = pages._replace(routes=jnp.zeros(size, jnp.int32))
         if not width:
             return pages
         features = jnp.zeros((1, num_pages, 2, page_size, width // 2), dtype)

@@ -65,6 +65,8 @@ class Pages(NamedTuple):
     """Hidden states of each token for drafting heads; see `memory.features`. Stored
     like K of one layer with two heads, each with half of the numbers. (A second head,
     because XLA chooses another layout for an axis of size one and copies.)"""
+    routes: Int32[Array, "1 pages mixtures page_size top_k"] | None = None
+    """Experts of each token, if they are recorded; see `memory.features`."""
 
     @property
     def dtype(self) -> np.dtype:

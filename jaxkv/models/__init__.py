@@ -37,8 +37,10 @@ if TYPE_CHECKING:
         multiply,
     )
     from jaxkv.models.moe import (
+        NO_EXPERT,
         Routing,
         balance_loss,
+        check_routes,
         expert_load,
         imbalance,
         load_as_gradient,

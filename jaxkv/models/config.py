@@ -432,6 +432,12 @@ class ModelConfig:
             experts=experts,
         )
 
+    @property
+    def num_mixtures(self) -> int:
+        """Number of layers with experts, which are the last ones."""
+        experts = self.experts
+        return 0 if experts is None else self.num_layers - experts.num_dense_layers
+
     def is_mixture(self, layer: int) -> bool:
         """Returns True if a layer has experts in place of an MLP."""
         return self.experts is not None and layer >= self.experts.num_dense_layers

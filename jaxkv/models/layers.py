@@ -93,6 +93,9 @@ class Orientation:
     """Numerics of the experts' products."""
     live: Bool[Array, " rows"] | None = None
     """True for rows that are sent to experts; None means all."""
+    routes: Int[Array, "rows mixtures top_k"] | None = None
+    """Experts to use in place of the router's choice, see `moe.route`; None uses none.
+    """
     axis: ClassVar[int] = -2
     """Axis of the features, counted from the end; the axis of heads precedes it."""
 
@@ -421,7 +424,10 @@ class Mixture(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Activations, orientation: Orientation
+        self,
+        x: Activations,
+        orientation: Orientation,
+        replayed: Int[Array, "rows top_k"] | None = None,
     ) -> tuple[Activations, moe.Routing]:
         """Sums the outputs of every row's experts; returns the routing, too."""
         experts = self.config.experts
@@ -440,7 +446,7 @@ class Mixture(nnx.Module):
             shift = self.logit_bias.bias[...].astype(wide)
             scores = scores + shift.reshape((1, -1) if axis == -1 else (-1, 1))
         bias = None if self.router.bias is None else self.router.bias[...].astype(wide)
-        routing = moe.route(orientation.transpose(scores), experts, bias)
+        routing = moe.route(orientation.transpose(scores), experts, bias, replayed)
         gate = None
         if experts.shared_gate:
             gate = jax.nn.sigmoid(self.shared_gate(x, orientation))
@@ -608,7 +614,11 @@ class Layer(nnx.Module):
         if not self.is_mixture:
             return o.map_tiles(self._add_mlp, x, y), carry, None
         x = x + self._leave(self.attention_out_norm, self.out(y, o), o)
-        y, routing = self.mixture(self._enter_mlp(x, o), o)
+        replayed = o.routes
+        if replayed is not None:
+            first = c.num_layers - c.num_mixtures
+            replayed = replayed[:, index - first]
+        y, routing = self.mixture(self._enter_mlp(x, o), o, replayed)
         return x + self._leave(self.mlp_out_norm, y, o), carry, routing
 
     def _add_mlp(

@@ -9,11 +9,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jaxkv.models.config import Experts
+from jaxkv.models.config import Experts, ModelConfig
+
+NO_EXPERT = -1
+"""Entry of recorded routes where the router chooses."""
 
 
 class Routing(NamedTuple):
@@ -35,6 +40,7 @@ def route(
     logits: Float[Array, "rows experts"],
     experts: Experts,
     bias: Float[Array, " experts"] | None = None,
+    replayed: Int32[Array, "rows top_k"] | None = None,
 ) -> Routing:
     """Chooses the experts of every row.
 
@@ -50,10 +56,16 @@ def route(
       logits: the router's logits.
       experts: the rules of the mixture.
       bias: the selection bias, if the mixture has one.
+      replayed: experts to use in place of the chosen ones, for example those of a
+        sampler (router replay); entries of `NO_EXPERT` are chosen. Shares are computed
+        from the scores of `logits`, as above. Shares of experts that do not exist are
+        NaN.
 
     Source: Shazeer et al. 2017, arXiv:1701.06538, equations 3-5; Jiang et al. 2024,
     arXiv:2401.04088, section 2.1; groups: DeepSeek-V2, arXiv:2405.04434, section 2.2.2;
-    bias: DeepSeek-V3, arXiv:2412.19437, equations 12-16, and DeepSeek's `Gate`.
+    bias: DeepSeek-V3, arXiv:2412.19437, equations 12-16, and DeepSeek's `Gate`; replay:
+    Ma et al. 2025, rollout routing replay (R3), arXiv:2510.11370; Megatron-LM's
+    `RouterReplay`.
     """
     num_groups = experts.num_groups
     top_groups = experts.top_groups
@@ -75,7 +87,11 @@ def route(
         selection = jnp.where(is_allowed[:, :, None], grouped, lowest)
         selection = selection.reshape(scores.shape)
     share, expert = lax.top_k(selection, experts.top_k)
-    if bias is not None:
+    if replayed is not None:
+        expert = jnp.where(replayed == NO_EXPERT, expert, replayed)
+        index = jnp.where(expert < 0, experts.num_experts, expert)
+        share = jnp.take_along_axis(scores, index, 1, mode="fill", fill_value=jnp.nan)
+    elif bias is not None:
         share = jnp.take_along_axis(scores, expert, axis=1)
     if experts.renormalise:
         total = jnp.sum(share, axis=1, keepdims=True)
@@ -86,6 +102,45 @@ def route(
     if experts.scale != 1:
         share = share * jnp.asarray(experts.scale, share.dtype)
     return Routing(probs, expert, share, bias)
+
+
+def check_routes(
+    config: ModelConfig,
+    routes: Int[Array | np.ndarray, "sequences length mixtures top_k"],
+    shape: tuple[int, ...],
+) -> None:
+    """Checks the recorded experts of each token; of traced arrays only the shape.
+
+    Args:
+      config: the model.
+      routes: experts of each token in each mixture, or `NO_EXPERT`.
+      shape: numbers of sequences and of tokens of each.
+
+    Raises:
+      ValueError: the model has no experts, the shape is another, an expert does not
+        exist or is named twice for a token, or `NO_EXPERT` is mixed with experts.
+    """
+    experts = config.experts
+    if experts is None:
+        raise ValueError("routes must be None for a model without experts")
+    wanted = (*shape, config.num_mixtures, experts.top_k)
+    if routes.shape != wanted:
+        raise ValueError(f"{routes.shape=} must be {wanted}")
+    if isinstance(routes, jax.core.Tracer):
+        return
+    ids = np.sort(np.asarray(routes), axis=-1)
+    low, high = ids.min(initial=NO_EXPERT), ids.max(initial=NO_EXPERT)
+    if low < NO_EXPERT or high >= experts.num_experts:
+        outside = low if low < NO_EXPERT else high
+        raise ValueError(
+            f"routes have expert {outside}, and must be in "
+            f"[0, {experts.num_experts}), or {NO_EXPERT} where the router chooses"
+        )
+    is_free = ids == NO_EXPERT
+    if np.any(is_free[..., 0] != is_free[..., -1]):
+        raise ValueError(f"routes must be {NO_EXPERT} for all experts of a token")
+    if np.any((ids[..., 1:] == ids[..., :-1]) & ~is_free[..., 1:]):
+        raise ValueError("routes must name each expert of a token once")
 
 
 _MIN_WEIGHT_SUM = 1e-20

@@ -7,7 +7,7 @@ from typing import Literal, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from jaxkv import memory, validation
 from jaxkv.memory import (
@@ -17,6 +17,7 @@ from jaxkv.memory import (
     make_pages,
     rotate_and_write,
     write_features,
+    write_routes,
 )
 from jaxkv.models import interface, rotary, row_parts, transformer
 from jaxkv.models.config import AttentionKind, ModelConfig
@@ -57,8 +58,11 @@ def make_model_pages(
     *,
     dtype: DTypeLike = "float32",
     taps: tuple[int, ...] = (),
+    record_routes: bool = False,
 ) -> Pages:
     """Makes the K and V arrays of a model for an engine, and features for `taps`.
+
+    With `record_routes`, the experts of every token are stored as well.
 
     With latent attention a token has one row of `kv_rank + rope_dim` numbers per layer,
     whose first `kv_rank` numbers are the values of all query heads.
@@ -66,9 +70,13 @@ def make_model_pages(
     Warns if the engine's `max_length` exceeds the model's rotary positions.
 
     Raises:
-      ValueError: `max_length` exceeds the model's learned positions.
+      ValueError: `max_length` exceeds the model's learned positions, or a model without
+        experts is to record routes.
     """
     config.check_length(engine.max_length, "max_length")
+    experts = config.experts
+    if record_routes and experts is None:
+        raise ValueError(f"{record_routes=} must be False for a model without experts")
     heads = config.num_kv_heads
     width = config.head_dim
     latent = config.latent
@@ -85,6 +93,8 @@ def make_model_pages(
         kv_dtype=engine.kv_dtype,
         value_width=None if latent is None else latent.kv_rank,
         num_features=len(taps) * config.hidden_size,
+        num_mixtures=config.num_mixtures if record_routes else 0,
+        top_k=0 if experts is None else experts.top_k,
     )
 
 
@@ -157,6 +167,12 @@ class PagedForward:
         if self.taps:
             tapped = parts.gather(jnp.concatenate(layer_pass.taps))
             pages = write_features(pages, tapped.T, rows)
+        if pages.routes is not None and self.layers is None:
+            routes = [routing.expert for routing in layer_pass.routings]
+            routes = jnp.stack(routes, axis=1)
+            columns = parts.gather(routes.reshape(routes.shape[0], -1).T)
+            routes = columns.T.reshape(-1, *routes.shape[1:])
+            pages = write_routes(pages, routes, rows)
         hidden = parts.pick(layer_pass.last, jnp.maximum(rows.logit_rows, 0))
         if self.numerics == "fast":
             return interface.ForwardResult(model.logits(hidden), pages, hidden.T)
@@ -171,10 +187,12 @@ class PagedForward:
         pages: Pages,
         rows: Rows,
         inputs: Float[Array, "hidden own"] | None = None,
+        routes: Int32[Array, "rows mixtures top_k"] | None = None,
     ) -> transformer.States:
         """Runs the layers: writes K and V of the rows, and attends over the pages.
 
-        If given, `inputs` replace the embeddings of the rows' tokens. They and the
+        If given, `routes` are the experts of the rows, see `moe.route`, on one device
+        per row, and `inputs` replace the embeddings of the rows' tokens. They and the
         states belong to the rows that `row_parts.divide_rows` assigns to this device;
         the carry of the result is the pages.
         """
@@ -241,6 +259,7 @@ class PagedForward:
             numerics=self.numerics,
             only=self.layers,
             taps=self.taps,
+            routes=routes,
         )
 
     def _writer(

@@ -171,6 +171,7 @@ class Transformer(nnx.Module):
         numerics: Numerics = "fast",
         only: tuple[int, ...] | None = None,
         taps: tuple[int, ...] = (),
+        routes: Int[Array, "rows mixtures top_k"] | None = None,
     ) -> States:
         """Runs the layers on every row, with activations as columns.
 
@@ -185,6 +186,8 @@ class Transformer(nnx.Module):
           only: layers to run, skipping the remaining ones; None means all.
           taps: states to return: the input of layer i, or for `num_layers` the last
             state.
+          routes: experts of every row in each mixture, see `moe.route`; None means the
+            router's choice.
 
         Returns:
           The last hidden states, the carry, routings and taps.
@@ -192,7 +195,7 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: `only` is set, and the layers are stacked.
         """
-        o = Orientation(numerics, live)
+        o = Orientation(numerics, live, routes)
         x = self.embedded(tokens, positions, o, inputs)
         run_result = self.run(
             x, positions, attend, carry, o, only=only, tapped=bool(taps)
@@ -481,13 +484,17 @@ def param_axes(config: ModelConfig, *, stacked: bool = False) -> Params:
 
 
 def logits(
-    params: Params, tokens: Int[Array, "batch seq"], *, config: ModelConfig
+    params: Params,
+    tokens: Int[Array, "batch seq"],
+    *,
+    config: ModelConfig,
+    routes: Int[Array, "batch seq mixtures top_k"] | None = None,
 ) -> Float[Array, "batch seq vocab"]:
     """Returns the logits of a causal forward pass over whole sequences.
 
     As `outputs`, without the results of mixtures.
     """
-    return outputs(params, tokens, config=config).logits
+    return outputs(params, tokens, config=config, routes=routes).logits
 
 
 class Outputs(NamedTuple):
@@ -504,18 +511,31 @@ class Outputs(NamedTuple):
 
 
 def outputs(
-    params: Params, tokens: Int[Array, "batch seq"], *, config: ModelConfig
+    params: Params,
+    tokens: Int[Array, "batch seq"],
+    *,
+    config: ModelConfig,
+    routes: Int[Array, "batch seq mixtures top_k"] | None = None,
 ) -> Outputs:
     """Runs a causal forward pass over whole sequences, with the results of mixtures.
 
     Warns at compile time if sequences exceed the model's rotary positions.
 
+    Args:
+      params: parameters of the model.
+      tokens: whole sequences.
+      config: the model, static.
+      routes: experts of each token, for example those of a sampler, see `moe.route`;
+        None means the router's choice.
+
     Raises:
-      ValueError: sequences exceed the model's learned positions.
+      ValueError: sequences exceed the model's learned positions, or as `check_routes`.
     """
     config.check_length(tokens.shape[1], "seq")
+    if routes is not None:
+        moe.check_routes(config, routes, tokens.shape)
     model = merge(config, params)
-    sequences = run_sequences(model, tokens)
+    sequences = run_sequences(model, tokens, routes=routes)
     logits = model.logits(sequences.last)
     routings = sequences.routings
     logits = logits.reshape(*tokens.shape, -1)
@@ -532,10 +552,11 @@ def run_sequences(
     *,
     taps: tuple[int, ...] = (),
     only: tuple[int, ...] | None = None,
+    routes: Int[Array, "batch seq mixtures top_k"] | None = None,
 ) -> States:
     """Runs a model over a batch of whole sequences, each from its first token.
 
-    There is no carry; `taps` and `only` are those of `Transformer.hidden`.
+    There is no carry; `taps`, `only` and `routes` are those of `Transformer.hidden`.
     """
     config, (batch, seq) = model.config, tokens.shape
     position = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
@@ -559,4 +580,14 @@ def run_sequences(
         y = y.transpose(2, 3, 0, 1)
         return y.reshape(len(split[1]), -1, config.value_dim, batch * seq), carry
 
-    return model.hidden(tokens.reshape(-1), position, attend, (), taps=taps, only=only)
+    if routes is not None:
+        routes = jnp.asarray(routes, jnp.int32).reshape(-1, *routes.shape[2:])
+    return model.hidden(
+        tokens.reshape(-1),
+        position,
+        attend,
+        (),
+        taps=taps,
+        only=only,
+        routes=routes,
+    )

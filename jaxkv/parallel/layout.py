@@ -128,11 +128,12 @@ def specs_on(params: Params, mesh: Mesh) -> Params:
 
 
 def pages_specs(pages: Pages) -> PyTree[PartitionSpec]:
-    """Returns the specs of pages: those of their layout, and of features by places."""
+    """Returns the specs of pages: those of their layout; features by places."""
     specs = pages.layout.specs(pages, heads=TENSOR)
     second = None if pages.draft_pages is None else pages_specs(pages.draft_pages)
     features = PartitionSpec(None, None, None, CONTEXT)
-    return specs._replace(draft_pages=second, features=features)
+    routes = None if pages.routes is None else features
+    return specs._replace(draft_pages=second, features=features, routes=routes)
 
 
 def state_specs(state: EngineState) -> PyTree[PartitionSpec]:

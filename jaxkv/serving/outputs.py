@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int32
 
 from jaxkv import validation
 from jaxkv.engine import FINISH_REASONS, StepInfo
@@ -33,6 +34,9 @@ class FinishedAnswer(NamedTuple):
     """Log-probability of each token, if requested."""
     top_logprobs: list[dict[int, float]] | None
     """Most likely tokens at each position, if requested."""
+    routes: Int32[np.ndarray, "tokens_before_last mixtures top_k"] | None = None
+    """Experts of each token of prompt and answer but the last, which was not fed, if
+    the engine records them; `NO_EXPERT` where K and V were lost before the end."""
 
 
 class Completion(NamedTuple):

@@ -164,6 +164,10 @@ class RequestRecord:
             if ask.logprobs:
                 pairs = zip(part.tokens, part.logprobs, strict=True)
                 top_logprobs = _most_likely(drained, row, num, pairs, ask.logprobs)
+        routes = None
+        if drained is not None and drained.routes is not None:
+            num_fed = num + len(part.tokens) - 1
+            routes = np.array(np.asarray(drained.routes)[row, :num_fed])
         part.finished = FinishedAnswer(
             tokens=part.tokens,
             text=None if part.stream is None else part.text,
@@ -172,6 +176,7 @@ class RequestRecord:
             score=score,
             logprobs=None if ask.logprobs is None else part.logprobs,
             top_logprobs=top_logprobs,
+            routes=routes,
         )
 
     def is_complete(self) -> bool:

@@ -187,7 +187,9 @@ def build_speculative(
         parts, drafter = _build_with_modules(model, bounds, dtype)
     else:
         forward = PagedForward(model.config, bounds.numerics)
-        pages = make_model_pages(model.config, bounds, dtype=dtype)
+        pages = make_model_pages(
+            model.config, bounds, dtype=dtype, record_routes=bounds.record_routes
+        )
         parts = EngineParts(model.params, forward, pages, bounds)
         if method is None:
             return parts, None
@@ -269,7 +271,13 @@ def _build_with_heads(
     if config.target != model.config:
         raise ValueError("the heads must be those of the model served")
     target = PagedForward(model.config, bounds.numerics, taps=config.taps)
-    pages = make_model_pages(model.config, bounds, dtype=dtype, taps=config.taps)
+    pages = make_model_pages(
+        model.config,
+        bounds,
+        dtype=dtype,
+        taps=config.taps,
+        record_routes=bounds.record_routes,
+    )
     shares = heads.acceptance
     if bounds.numerics == "reproducible":
         shares = tuple(depth[:1] for depth in shares)
@@ -295,12 +303,17 @@ def _build_with_modules(
             f"not num_ahead_layers={num}"
         )
     config = MTPConfig(target=model.config)
-    how = {"dtype": dtype}
     target = PagedForward(model.config, bounds.numerics, taps=config.taps)
-    pages = make_model_pages(model.config, bounds, taps=config.taps, **how)
+    pages = make_model_pages(
+        model.config,
+        bounds,
+        dtype=dtype,
+        taps=config.taps,
+        record_routes=bounds.record_routes,
+    )
     # The states of all modules but the last are features of the drafter's pages.
     taps = (0,) * (num - 1)
-    draft_pages = make_model_pages(config.layer, bounds, taps=taps, **how)
+    draft_pages = make_model_pages(config.layer, bounds, dtype=dtype, taps=taps)
     drafter = eagle_drafting.build_eagle_drafter(config, [[1.0]], bounds.max_drafts)
     target_params = {
         name: model.params[name] for name in model.params if name != "ahead"

@@ -13,7 +13,7 @@ def write_rows(
     pages: Num[Array, "pages heads page_size width"],
     page_ids: Int[Array, " rows"],
     offsets: Int[Array, " rows"],
-    new: Float[Array, "rows heads width"],
+    new: Num[Array, "rows heads width"],
     *,
     scales: Float[Array, "pages heads page_size"] | None = None,
 ) -> tuple[
@@ -29,7 +29,7 @@ def write_rows(
       pages: pages of one layer, or of all layers with ids offset by the layer.
       page_ids: page of each row.
       offsets: position in that page, in [0, page_size).
-      new: rows, cast to the type of floating pages, quantized for 8-bit ones.
+      new: rows, cast to the type of the pages, quantized for 8-bit ones.
       scales: scales of 8-bit pages, one for each token and head, written with the
         numbers. Scales of whole pages do not allow adding rows, see `quantizing`.
 

@@ -25,16 +25,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import lab
-from experiments.bench import peer_process
 from experiments.bench.decode import parts, tables
 from experiments.bench.decode.jaxkv_engine import JaxkvEngine, TurnTiming
 from experiments.bench.decode.tables import DecodeRow, plot, summary
 from experiments.bench.tables import split_details
 from experiments.harness import (
+    MODEL_PEERS,
+    PeerProcess,
+    format_absent,
     load_benchmark_model,
     make_benchmark_config,
     measure_in_turns,
     median_and_spread,
+    start_peers,
 )
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel, save_model
@@ -43,8 +46,6 @@ from pallas_kernels.bench import Ceilings, measure_ceilings
 from scaling.costs import kv_bytes_per_token
 from scaling.shapes import describe_config
 
-PEER_CLASSES = {"transformers": "Transformers", "llama.cpp": "LlamaCpp"}
-PEER_SCRIPT = Path(__file__).with_name("peer_script.py")
 DETAILS = ("spread", "same_answers", "dtype", "version", "absent")
 READS = 4
 """Tokens per answer that are compared between engines; one for long prompts."""
@@ -142,7 +143,7 @@ CONFIGS = {
 }
 
 
-class PeerEngine(peer_process.PeerProcess):
+class PeerEngine(PeerProcess):
     """A running peer engine, as a context; leaving it ends the process."""
 
     dtype = "float32"
@@ -181,10 +182,8 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[DecodeRow]:
             if config.peer_python:
                 save = save_model
                 save(folder, model.config, model.params, dtype="float32")
-            peers = {
-                name: (PEER_SCRIPT, kind, folder) for name, kind in PEER_CLASSES.items()
-            }
-            peer_engines, absent = peer_process.start_peers(
+            peers = {name: (*peer, folder) for name, peer in MODEL_PEERS.items()}
+            peer_engines, absent = start_peers(
                 stack, PeerEngine, config.peer_python, peers, needed=True
             )
         # Ceilings of reads and products, on arrays larger than the caches.
@@ -235,7 +234,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[DecodeRow]:
             case_name="batch and context",
         ):
             jaxkv_row, *peer_rows = _rows(config, case, engines, timings, answers)
-            jaxkv_row["absent"] = peer_process.format_absent(absent)
+            jaxkv_row["absent"] = format_absent(absent)
             for row in (jaxkv_row, *peer_rows):
                 row |= _floor(model, config, case, row, ceilings)
             if (step := fixed.get(case[0])) is not None:

@@ -11,8 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import peer_main
-from experiments.harness import CallTimes, host_share, record_call_times
+from experiments.harness import (
+    CallTimes,
+    host_share,
+    peak_bytes,
+    record_call_times,
+    reset_peak,
+)
 from jaxkv.engine import EngineConfig, EngineRules, RequestKinds, StepInfo
 from jaxkv.memory import Pages, Rows
 from jaxkv.models import Forward, ForwardResult, LoadedModel
@@ -213,7 +218,7 @@ class JaxkvEngine:
           turn_s: time after which no call starts, in s.
           reads: tokens of each answer in the prefill measurement; 0 skips it.
         """
-        peer_main.reset_peak()
+        reset_peak()
         prefill_s = None
         tokens = [[] for _ in prompts]
         if reads:
@@ -222,7 +227,7 @@ class JaxkvEngine:
         decoded = self.decode(prompts, num_tokens, turn_s, note=True)
         # Peak of the first device if it reports one, else of this process.
         stats = jax.local_devices()[0].memory_stats() or {}
-        peak = stats.get("peak_bytes_in_use") or peer_main.peak_bytes()
+        peak = stats.get("peak_bytes_in_use") or peak_bytes()
         return TurnTiming(prefill_s, tokens, *decoded, peak)
 
     def _read(

@@ -19,7 +19,7 @@ from experiments import lab
 from experiments.bench.decode import timeline
 from experiments.bench.device import worker
 from experiments.bench.kernels import checks
-from experiments.bench.peer_process import PeerProcess
+from experiments.harness import PeerProcess
 from jaxkv import files
 from pallas_kernels.bench import SETS
 

@@ -22,8 +22,14 @@ from experiments import lab
 from experiments.bench.kernels import peer_frameworks
 from experiments.bench.kernels.peer_frameworks import TimeBudget
 from experiments.bench.kernels.report import plot, summary
-from experiments.bench.peer_process import PeerProcess, start_peers
-from experiments.harness import MAX_ERROR, Implementation, KernelRun, implementations_of
+from experiments.harness import (
+    MAX_ERROR,
+    Implementation,
+    KernelRun,
+    PeerProcess,
+    implementations_of,
+    start_peers,
+)
 from pallas_kernels import bench, devices
 from pallas_kernels.bench import (
     SETS,

@@ -6,8 +6,7 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-from experiments.bench.peer_process import PeerProcess
-from experiments.harness import MAX_ERROR, Implementation, KernelRun
+from experiments.harness import MAX_ERROR, Implementation, KernelRun, PeerProcess
 from pallas_kernels.bench import AttentionProblem, Timing
 
 PEERS_FOLDER = Path(__file__).with_name("peers")

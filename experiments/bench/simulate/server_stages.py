@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from experiments import lab
-from experiments.bench.peer_process import PeerProcess, start_peers
 from experiments.bench.tables import draw_bars
+from experiments.harness import PeerProcess, start_peers
 from jaxkv import clock
 from jaxkv.serving import without_program_cache
 from scaling import shapes

@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 import numpy as np
 
 from experiments import lab
-from experiments.bench import peer_process
 from experiments.bench.tables import split_details
 from experiments.bench.train import peers
 from experiments.bench.train.peers import JaxkvTrainer, PyTorchTrainer
-from experiments.harness import measure_in_turns, median_and_spread
+from experiments.harness import (
+    format_absent,
+    measure_in_turns,
+    median_and_spread,
+    start_peers,
+)
 from scaling import training
 from scaling.corpora import VOCAB_SIZE
 
@@ -137,7 +141,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[TrainingRow]
     rows: list[TrainingRow] = []
     with contextlib.ExitStack() as stack:
         progress.show("starting peers")
-        rivals, absent = peer_process.start_peers(
+        rivals, absent = start_peers(
             stack, peers.PyTorchTrainer, config.peer_python, peers.PEERS, needed=True
         )
 
@@ -157,7 +161,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[TrainingRow]
             case_name="width",
         ):
             assert isinstance(trainer, JaxkvTrainer)  # `begin` lists it first
-            reason = peer_process.format_absent(absent)
+            reason = format_absent(absent)
             rows += _rows(config, width, trainer, rivals, rates, reason)
     return rows
 

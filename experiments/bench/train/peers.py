@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.peer_process import PeerProcess
-from experiments.harness import time_call
+from experiments.harness import PeerProcess, time_call
 from jaxkv.models import ModelConfig
 from scaling.corpora import draw_windows
 from scaling.costs import find_device

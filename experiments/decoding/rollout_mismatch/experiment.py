@@ -5,23 +5,33 @@ log-probabilities again. Three parts:
 
 * bits: log-probabilities that reproducible engines of four families report under many
   schedules, compared with `jaxkv.score`;
-* samplers: divergence and speed of a bundled model's samplers;
+* samplers: divergence and speed of a bundled model's samplers, with transformers as
+  trainer and llama.cpp as sampler if an interpreter has them;
 * faults: mistakes planted in sampler or trainer, each to be found by comparing bits.
 """
 
+import contextlib
 import gc
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from experiments import lab
-from experiments.decoding.rollout_mismatch import samplers, schedules
+from experiments.decoding.rollout_mismatch import peer_models, samplers, schedules
 from experiments.decoding.rollout_mismatch.faults import FAULTS, FaultContext
+from experiments.decoding.rollout_mismatch.peer_models import (
+    LLAMA_ROW,
+    TRANSFORMERS_ROW,
+    LlamaSampler,
+    ModelPeers,
+)
 from experiments.decoding.rollout_mismatch.samplers import SAMPLERS
+from experiments.decoding.rollout_mismatch.schedules import ReportedLogprobs
 from experiments.harness import (
     cut_held_out_prompts,
     load_text_model,
@@ -63,6 +73,9 @@ class Config(lab.ConfigRecord):
     """Timed rounds of all samplers."""
     num_faults: Annotated[int, lab.Range(0, len(FAULTS))] = len(FAULTS)
     """Planted faults."""
+    peer_python: Path | None = None
+    """Python interpreter with transformers, or llama_cpp and gguf, or all of them: a
+    trainer and a sampler of the same weights. None compares neither."""
 
 
 CONFIGS = {
@@ -94,7 +107,7 @@ class ComparedBits(lab.ResultTable):
 class SamplerTable(lab.ResultTable):
     """Divergence and speed of the samplers."""
 
-    sampler: lab.Texts = lab.column("a name in `SAMPLERS`")
+    sampler: lab.Texts = lab.column("a name in `SAMPLERS`, or of a peer")
     num_tokens: lab.Ints = lab.column("tokens of the answers", heading="tokens")
     different_share: lab.Floats = lab.column(
         "tokens whose log-probabilities differ", heading="different"
@@ -142,6 +155,7 @@ class Result(lab.ResultRecord):
         "faults of sampler or trainer", heading="Planted faults"
     )
     model: str = lab.column("model of samplers and faults")
+    absent: str = lab.column("peers that were not compared", heading="absent peers")
 
     @property
     @lab.computed_column(heading="log-probabilities")
@@ -183,11 +197,17 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     folder = str(files.model_folder(config.model))
     model = load_text_model(config.model, max_length=samplers.LENGTH)
     prompts = _prompts(model, config)
+    with contextlib.ExitStack() as stack:
+        peers, absent = peer_models.start_model_peers(stack, config.peer_python, model)
+        if absent:
+            progress.show(f"without {absent}")
+        table = _compare_samplers(config, folder, prompts, peers, progress)
     return Result(
         ComparedBits.of(rows),
-        _compare_samplers(config, folder, prompts, progress),
+        table,
         _plant_faults(config, folder, model, prompts, progress),
         config.model,
+        absent,
     )
 
 
@@ -214,31 +234,54 @@ class _Sampling:
         self.engine = samplers.make_sampler(folder, self.sampler, num_prompts)
         self.model = load_model(folder, dtype=self.sampler.trainer_dtype)
 
+    def sample(
+        self, prompts: list[list[int]], num_tokens: int, seed: int
+    ) -> tuple[ReportedLogprobs, float]:
+        """Returns sampled answers, and the seconds."""
+        return samplers.sample_answers(self.engine, prompts, num_tokens, seed)
+
+    def score(self, reported: ReportedLogprobs) -> Float32[np.ndarray, "rows length"]:
+        """Returns the trainer's log-probabilities."""
+        return samplers.score_reported(self.model, reported, self.sampler.trainer)
+
 
 def _compare_samplers(
-    config: Config, folder: str, prompts: list[list[int]], progress: lab.Progress
+    config: Config,
+    folder: str,
+    prompts: list[list[int]],
+    peers: ModelPeers,
+    progress: lab.Progress,
 ) -> SamplerTable:
-    """Samples with every sampler in rotation; the first answers are compared."""
-    mismatches: dict[str, samplers.Mismatch] = {}
+    """Samples with every sampler in rotation; the first answers are compared.
 
-    def begin(case: str) -> list[_Sampling]:
-        systems = [_Sampling(name, folder, len(prompts)) for name in SAMPLERS]
+    The row of a peer that trains has the speed of the reproducible sampler.
+    """
+    mismatches: dict[str, samplers.Mismatch] = {}
+    sampler_of = {name: name for name in (*SAMPLERS, LLAMA_ROW)}
+    sampler_of[TRANSFORMERS_ROW] = "reproducible"
+
+    def begin(case: str) -> list[_Sampling | LlamaSampler]:
+        systems: list[_Sampling | LlamaSampler] = [
+            _Sampling(name, folder, len(prompts)) for name in SAMPLERS
+        ]
+        trainer = systems[0]
+        if peers.sampler is not None:
+            systems.append(peers.sampler)
         for system in systems:
-            reported, _ = samplers.sample_answers(
-                system.engine, prompts, config.answer_tokens, seed=0
-            )
-            scores = samplers.score_reported(
-                system.model, reported, system.sampler.trainer
-            )
+            reported, _ = system.sample(prompts, config.answer_tokens, seed=0)
+            scorer = system if isinstance(system, _Sampling) else trainer
+            assert isinstance(scorer, _Sampling)
             mismatches[system.name] = samplers.measure_mismatch(
-                reported.logprobs, scores
+                reported.logprobs, scorer.score(reported)
             )
+            if system is trainer and peers.trainer is not None:
+                mismatches[TRANSFORMERS_ROW] = samplers.measure_mismatch(
+                    reported.logprobs, peers.trainer.score(reported)
+                )
         return systems
 
-    def measure(case: str, system: _Sampling) -> float:
-        _, seconds = samplers.sample_answers(
-            system.engine, prompts, config.answer_tokens, seed=1
-        )
+    def measure(case: str, system: _Sampling | LlamaSampler) -> float:
+        _, seconds = system.sample(prompts, config.answer_tokens, seed=1)
         return len(prompts) * config.answer_tokens / seconds
 
     rows = []
@@ -252,14 +295,15 @@ def _compare_samplers(
         case_name="model",
     ):
         for name, mismatch in mismatches.items():
-            ratios = [x / y for x, y in zip(rates[name], rates["fast"], strict=True)]
+            sampled = rates[sampler_of[name]]
+            ratios = [x / y for x, y in zip(sampled, rates["fast"], strict=True)]
             row = mismatch._asdict()
             num_different = row.pop("num_different")
             rows.append(
                 {
                     "sampler": name,
                     "different_share": num_different / mismatch.num_tokens,
-                    "tokens_per_s": rates[name],
+                    "tokens_per_s": sampled,
                     "ratio": statistics.median(ratios),
                     **row,
                 }

@@ -1,10 +1,11 @@
-"""Samples the tokens of a step from its logits, and verifies drafts."""
+"""Samples the tokens of a step, verifies drafts, and records experts of tokens."""
 
 from typing import TYPE_CHECKING
 
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxkv.engine.emitting.expert_routes import record_routes
     from jaxkv.engine.emitting.logit_rows import LogitsFn, TokenHistory
     from jaxkv.engine.emitting.sampling_step import SamplerOutput, emit
 

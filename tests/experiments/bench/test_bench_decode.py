@@ -12,10 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import peer_process
 from experiments.bench.decode import experiment, jaxkv_engine
 from experiments.framework import load_experiment
-from experiments.harness import CallTimes, host_share, load_benchmark_model
+from experiments.harness import (
+    MODEL_PEERS,
+    CallTimes,
+    host_share,
+    load_benchmark_model,
+)
+from experiments.harness.peers import peer_process
 from jaxkv import memory
 from jaxkv.progress import Quiet
 from jaxkv.sampling import Sampling
@@ -60,7 +65,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def peer(python: Path, kind: str, folder: Path) -> experiment.PeerEngine:
     return experiment.PeerEngine(
-        "transformers", python, experiment.PEER_SCRIPT, kind, folder
+        "transformers", python, MODEL_PEERS["transformers"][0], kind, folder
     )
 
 
@@ -134,7 +139,7 @@ def test_an_interpreter_without_peers_is_rejected(fake: Path, tmp_path: Path) ->
     importlib.util.find_spec("transformers") is not None, reason="it is installed here"
 )
 def test_the_real_script_reports_missing_libraries(tmp_path: Path) -> None:
-    for kind in experiment.PEER_CLASSES.values():
+    for _, kind in MODEL_PEERS.values():
         with (
             pytest.raises(ValueError, match=r"transformers: No module named '[tl]"),
             peer(Path(sys.executable), kind, tmp_path),

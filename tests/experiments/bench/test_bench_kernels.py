@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.bench import peer_process
 from experiments.bench.kernels import experiment, peer_frameworks, report
 from experiments.bench.kernels.experiment import Config
 from experiments.framework import load_experiment
 from experiments.harness import Implementation, KernelRun
 from experiments.harness.kernels import calls, runs
+from experiments.harness.peers import peer_process
 from jaxkv.progress import Quiet
 from jaxkv.report import Sheet
 from pallas_kernels import devices

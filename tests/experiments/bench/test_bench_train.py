@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench import peer_process
 from experiments.bench.train import experiment, peers
 from experiments.framework import load_experiment
+from experiments.harness.peers import peer_process
 from tests.support import smoke
 from tests.support.commands import Command, document
 from tests.support.impatience import Impatient

@@ -51,7 +51,7 @@ def import_peer(file):
     site-packages folder of another Python, so neither is searched for libraries.
     """
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != HERE]
-    name = ".".join(file.parent.relative_to(HERE.parent.parent).parts)
+    name = ".".join(file.parent.relative_to(HERE.parents[2]).parts)
     package = types.ModuleType(name)
     package.__path__ = [str(file.parent)]
     sys.modules[name] = package

@@ -1,13 +1,18 @@
 """Peer engines on a model folder, run by `peer_main` in their own interpreter.
 
-A question is `{"prompts": [[id, ...], ...], "reads": r, "output_tokens": n, "turn_s"}`;
-all prompts have one length. If r is above 0, the prompts are prefilled and answered
-with r greedy tokens. Then a batch of as many sequences of that length decodes for n
-steps, or until the time limit of the turn, after a context of K and V that were not
-computed for it. The answer is `{"prefill_s", "tokens", "decode_s", "num_decoded",
-"occupancy"}`: seconds until every prompt has its first token (None without prefill),
-the tokens, and the seconds and tokens of steps in which every sequence decoded, without
-the first step.
+A question to time a peer is `{"prompts": [[id, ...], ...], "reads": r,
+"output_tokens": n, "turn_s"}`; all prompts have one length. If r is above 0, the
+prompts are prefilled and answered with r greedy tokens. Then a batch of as many
+sequences of that length decodes for n steps, or until the time limit of the turn, after
+a context of K and V that were not computed for it. The answer is `{"prefill_s",
+"tokens", "decode_s", "num_decoded", "occupancy"}`: seconds until every prompt has its
+first token (None without prefill), the tokens, and the seconds and tokens of steps in
+which every sequence decoded, without the first step.
+
+`{"sequences": [[id, ...], ...]}` asks transformers for the log-probability of each
+token but the first, `{"logprobs"}`. `{"prompts", "sampled_tokens": n, "seed"}` asks
+llama.cpp for n tokens that are drawn at temperature 1 for each prompt, of any length:
+`{"tokens", "logprobs", "seconds"}`.
 """
 
 import ctypes
@@ -17,6 +22,11 @@ import tempfile
 import time
 from pathlib import Path
 
+MODEL_PEERS = {
+    name: (Path(__file__), kind)
+    for name, kind in (("transformers", "Transformers"), ("llama.cpp", "LlamaCpp"))
+}
+"""File and class of each peer, by name."""
 MIN_STEPS = 4  # smallest number of timed steps
 
 
@@ -68,7 +78,17 @@ class Transformers:
 
     def answer(self, question):
         """Answers a question."""
+        if "sequences" in question:
+            return {"logprobs": list(map(self._score, question["sequences"]))}
         return measure_peer(self, question)
+
+    def _score(self, tokens):
+        """Returns the log-probabilities of a sequence's tokens but the first."""
+        torch = self._torch
+        ids = torch.tensor([tokens])
+        with torch.inference_mode():
+            logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1]
+        return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].tolist()
 
     def read(self, prompts, num_tokens):
         """Runs `generate`; returns the time until the first tokens, and the tokens."""
@@ -150,13 +170,47 @@ class LlamaCpp:
     def answer(self, question):
         """Answers a question; the context is reused if the sizes are unchanged."""
         prompts = question["prompts"]
-        room = question["output_tokens"] + question["reads"] + 2
-        size = len(prompts), len(prompts[0]) + room
+        is_sampled = "sampled_tokens" in question
+        if is_sampled:
+            room = question["sampled_tokens"]
+        else:
+            room = question["output_tokens"] + question["reads"] + 2
+        size = len(prompts), max(map(len, prompts)) + room
         if self._size != size:
             self._make_context(*size)
             self._size = size
             self._kept = 0
+        if is_sampled:
+            return self._sample(prompts, room, question["seed"])
         return measure_peer(self, question)
+
+    def _sample(self, prompts, num_tokens, seed):
+        """Draws an answer to each prompt at temperature 1."""
+        import numpy as np
+
+        rng = np.random.default_rng(seed)
+        start = time.perf_counter()
+        self._kept = 0
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+        logits = self._prefill(self._context, self._batch, prompts)
+        tokens = [[] for _ in prompts]
+        logprobs = [[] for _ in prompts]
+        for step in range(num_tokens):
+            shifted = logits - logits.max(1, keepdims=True)
+            all_logprobs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+            # The largest of log-probabilities with Gumbel noise is a sample.
+            drawn = (all_logprobs + rng.gumbel(size=logits.shape)).argmax(1).tolist()
+            for i, token in enumerate(drawn):
+                tokens[i].append(token)
+                logprobs[i].append(float(all_logprobs[i, token]))
+            if step + 1 < num_tokens:
+                rows = [
+                    (i, token, len(prompts[i]) + step, True)
+                    for i, token in enumerate(drawn)
+                ]
+                logits = self._feed(self._context, self._batch, rows)
+        seconds = time.perf_counter() - start
+        return {"tokens": tokens, "logprobs": logprobs, "seconds": seconds}
 
     def _make_context(self, num, length):
         lib = self._lib
@@ -187,7 +241,8 @@ class LlamaCpp:
         lib.llama_memory_clear(memory, True)
         self._kept = 0
         start = time.perf_counter()
-        tokens = [[token] for token in self._prefill(context, batch, prompts)]
+        first = self._prefill(context, batch, prompts).argmax(1).tolist()
+        tokens = [[token] for token in first]
         prefill_s = time.perf_counter() - start
         for step in range(num_tokens - 1):
             self._decode(tokens, len(prompts[0]) + step)
@@ -225,10 +280,14 @@ class LlamaCpp:
     def _decode(self, tokens, place):
         """Feeds the last token of each sequence at a position, and appends the next."""
         rows = [(i, sequence[-1], place, True) for i, sequence in enumerate(tokens)]
-        for i, token in enumerate(self._feed(self._context, self._batch, rows)):
+        logits = self._feed(self._context, self._batch, rows)
+        for i, token in enumerate(logits.argmax(1).tolist()):
             tokens[i].append(token)
 
     def _prefill(self, context, batch, prompts):
+        """Feeds prompts in batches of `MAX_BATCH` rows; returns their last logits."""
+        import numpy as np
+
         rows = [
             (i, token, place, place == len(prompt) - 1)
             for i, prompt in enumerate(prompts)
@@ -236,11 +295,16 @@ class LlamaCpp:
         ]
         first = []
         for start in range(0, len(rows), self.MAX_BATCH):
-            first += self._feed(context, batch, rows[start : start + self.MAX_BATCH])
-        return first
+            part = rows[start : start + self.MAX_BATCH]
+            first.append(self._feed(context, batch, part).copy())
+        return np.concatenate(first)
 
     def _feed(self, context, batch, rows):
-        """Feeds rows of (sequence, token, position, True if logits are needed)."""
+        """Feeds rows of (sequence, token, position, True if logits are needed).
+
+        Returns:
+          The logits, in memory that the next call overwrites.
+        """
         import numpy as np
 
         lib = self._lib
@@ -254,12 +318,10 @@ class LlamaCpp:
         if lib.llama_decode(context, batch):
             raise RuntimeError("llama_decode failed")
         lib.llama_synchronize(context)
-        num = sum(row[3] for row in rows)
-        if not num:
-            return []
-        logits = lib.llama_get_logits(context)
-        shape = (num, self._vocab_size)
-        return np.ctypeslib.as_array(logits, shape).argmax(1).tolist()
+        shape = (sum(row[3] for row in rows), self._vocab_size)
+        if not shape[0]:
+            return np.empty(shape, np.float32)
+        return np.ctypeslib.as_array(lib.llama_get_logits(context), shape)
 
 
 def write_gguf(folder, path):

@@ -1,0 +1,1 @@
+"""Peers in processes of their own: other systems, each in its interpreter."""
