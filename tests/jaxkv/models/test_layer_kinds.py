@@ -67,7 +67,9 @@ def test_stacked_layers_of_a_pattern_give_the_same() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+)
 def test_an_engine_serves_windows_and_sinks_in_small_pages(name: str) -> None:
     """With chunks, a prefix cache, drafts and preemption, as plain decoding."""
     expected = np.load(GOLDEN / name / "expected.npz")

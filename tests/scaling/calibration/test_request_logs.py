@@ -165,7 +165,7 @@ SETUP = ServerSetup(
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_fit_finds_the_coefficients_of_a_simulated_log() -> None:
     rng = np.random.default_rng(3)
     num = 80
