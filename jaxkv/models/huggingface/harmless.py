@@ -134,8 +134,8 @@ ONLY: Mapping[str, object] = {
 """Keys of every family that change no logit with this value only."""
 
 _REFUSAL_REASONS = {
-    "quantization_config": "only f32, bf16 and f16 weights, and fp8 (e4m3) in blocks "
-    "of 128 x 128",
+    "quantization_config": "only f32, bf16 and f16 weights, fp8 (e4m3) in blocks of "
+    "128 x 128, and the MXFP4 of gpt-oss",
     "compression_config": "only f32, bf16 and f16 weights",
     "auto_map": "code that comes with a model is never run",
 }
