@@ -351,7 +351,7 @@ def _measured_tails(stage: MeasuredStage) -> list[float]:
 
 def _tail(summary: LatencySummary) -> Float[np.ndarray, "*draws"]:
     """Returns the logarithm of P99 over the median."""
-    return np.log(np.asarray(summary.p99) / summary.median)
+    return np.asarray(np.log(np.asarray(summary.p99) / summary.median))
 
 
 def _make_whitener(models: Sequence[str]) -> Float[np.ndarray, "2 stages stages"]:

@@ -40,7 +40,24 @@ FAMILIES = {
     "opt": "OPTForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "nanochat": "NanoChatForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
+KINDS = [*FAMILIES][[*FAMILIES].index("gpt_neox") :]
+"""Families with further kinds of layers."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
@@ -104,6 +121,9 @@ def draw_config(draw: Draw, family: str) -> dict[str, Any]:
     }
     if family.startswith("deepseek"):
         return raw | draw_latent(draw, family, raw)
+    if family in KINDS:
+        ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        return raw | ids | draw_kinds(draw, family, raw)
     stretched = raw["rope_parameters"]["rope_type"] in ("yarn", "dynamic")
     # Without `head_dim` transformers cannot build these models.
     if family.startswith("qwen3") or stretched or draw.chance(0.4):
@@ -113,6 +133,90 @@ def draw_config(draw: Draw, family: str) -> dict[str, Any]:
     if family == "llama" and draw.chance(0.5):
         raw["mlp_bias"] = draw.chance(0.5)
     return raw | draw_windows(draw, family, raw) | draw_experts(draw, family, raw)
+
+
+def draw_kinds(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Draws fields of families with further kinds of layers."""
+    num_layers = raw["num_hidden_layers"]
+    theta = draw.one(1e3, 1e4)
+    plain = {"rope_type": "default", "rope_theta": theta}
+    yarn = plain | {
+        "rope_type": "yarn",
+        "factor": draw.one(2.0, 4.0),
+        "original_max_position_embeddings": 16,
+    }
+    part = plain | {"partial_rotary_factor": draw.one(0.25, 0.5, 1.0)}
+    types = [draw.one("full_attention", "sliding_attention") for _ in range(num_layers)]
+    windows = {"layer_types": types, "sliding_window": draw.one(3, 7)}
+    by_type = {"full_attention": draw.one(plain, yarn), "sliding_attention": plain}
+    bias = {"attention_bias": draw.chance(0.5)}
+    experts = {
+        "num_local_experts": draw.one(4, 6),
+        "num_experts_per_tok": draw.one(1, 2),
+    }
+    caps = {
+        "attn_logit_softcapping": draw.one(None, 1.0, 50.0),
+        "final_logit_softcapping": draw.one(None, 2.0, 30.0),
+    }
+    head = {"head_dim": draw.one(4, 6, 10, 12), "rope_parameters": plain}
+    scalar = {"query_pre_attn_scalar": draw.one(7, 16)}
+    fields: dict[str, Any] = {
+        "gpt_neox": {
+            "num_key_value_heads": None,
+            "layer_norm_eps": draw.one(1e-5, 1e-3),
+            "use_parallel_residual": draw.chance(0.5),
+            "rope_parameters": part,
+        }
+        | bias,
+        "olmo2": head | bias,
+        "olmo3": head | bias | windows | {"rope_parameters": by_type},
+        "gemma": head | bias | {"hidden_act": draw.one("gelu", "silu")},
+        "gemma2": head | bias | windows | caps | scalar,
+        "gemma3_text": head | windows | scalar | {"rope_parameters": by_type},
+        "smollm3": bias
+        | {
+            "rope_parameters": draw.one(plain, yarn | {"attention_factor": 1.2}),
+            "head_dim": raw["hidden_size"] // raw["num_attention_heads"],
+            "no_rope_layers": [draw.one(0, 1) for _ in range(num_layers)],
+        },
+        "granite": bias
+        | {
+            "rope_parameters": plain,
+            "embedding_multiplier": draw.one(1.0, 3.0),
+            "attention_multiplier": draw.one(0.1, 0.4),
+            "residual_multiplier": draw.one(0.3, 1.0),
+            "logits_scaling": draw.one(0.5, 3.0),
+        },
+        "glm4": head | bias | {"rope_parameters": part},
+        "nanochat": {"hidden_act": "relu2", "rope_parameters": plain} | bias,
+        "phi3": {"rope_parameters": part, "sliding_window": draw.one(None, 5)},
+        "ministral3": head
+        | {
+            "rope_parameters": yarn
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+        },
+        "glm4_moe": head
+        | bias
+        | {
+            "rope_parameters": part,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": draw.one(8, 12),
+            "first_k_dense_replace": draw.one(0, 1),
+            "n_group": 4,
+            "topk_group": draw.one(2, 4),
+            "use_qk_norm": draw.chance(0.5),
+            "norm_topk_prob": draw.chance(0.7),
+        },
+        "minimax_m2": head | experts | {"rope_parameters": part},
+        "gpt_oss": head
+        | bias
+        | windows
+        | experts
+        | {"hidden_act": "silu", "swiglu_limit": draw.one(1.0, 7.0)}
+        | {"rope_parameters": draw.one(plain, yarn | {"truncate": False})},
+    }
+    return fields[family]
 
 
 def draw_latent(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
@@ -361,7 +465,7 @@ def to_transformers_4(raw: dict[str, Any]) -> dict[str, Any]:
 
 def perturb_config(draw: Draw, raw: dict[str, Any], family: str) -> dict[str, Any]:
     """Changes the style of a configuration and adds harmless and harmful keys."""
-    if draw.chance(0.5):
+    if draw.chance(0.5) and family not in KINDS:
         raw = to_transformers_4(raw)
         scaling = raw.get("rope_scaling")
         if scaling and draw.chance(0.3):
@@ -379,7 +483,8 @@ def perturb_config(draw: Draw, raw: dict[str, Any], family: str) -> dict[str, An
         if draw.chance(0.3):
             old = draw.one(*aliases)
             raw[aliases[old]] = raw[old] if draw.chance(0.3) else raw.pop(old)
-    kinds = (*HARMLESS, *HARMLESS_OF_FAMILY[family], *HARMLESS_OF_FAMILY[family])
+    own = HARMLESS_OF_FAMILY.get(family, ())
+    kinds = (*HARMLESS, *own, *own)
     for _ in range(draw.one(0, 1, 2, 4)):
         key, value = draw.one(*kinds)
         raw.setdefault(key, value)
@@ -412,9 +517,13 @@ def perturb_weights(draw: Draw, folder: pathlib.Path, family: str) -> None:
     if not path.exists():
         return
     tensors = load_file(path)
-    embed = {"gpt2": "transformer.wte", "opt": "model.decoder.embed_tokens"}
+    embed = {
+        "gpt2": "transformer.wte",
+        "opt": "model.decoder.embed_tokens",
+        "gpt_neox": "gpt_neox.embed_in",
+    }
     embed = embed.get(family, "model.embed_tokens") + ".weight"
-    head = "lm_head.weight"
+    head = "embed_out.weight" if family == "gpt_neox" else "lm_head.weight"
     kind = draw.one(*["none"] * 6, "equal", "equal", "other", "head", "bare", "extra")
     if kind == "equal":
         tensors[head] = tensors[embed].clone()

@@ -17,9 +17,8 @@ from tests.support.folders import RECORDS
 
 
 def record() -> ServerTablesResult:
-    return read_run(
-        RECORDS / "public_servers", load_experiment("public_servers")
-    ).result
+    name = "public_servers"
+    return read_run(RECORDS / name, load_experiment(name)).result
 
 
 def test_recorded_predictions_are_of_fits_that_never_saw_their_model() -> None:

@@ -4,6 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -113,7 +115,7 @@ def test_another_fit_is_refused(
 
 
 def test_the_pace_is_a_factor_of_every_step() -> None:
-    coefficients = draw_coefficients(np.zeros(len(PRIOR)))
+    coefficients = jax.tree.map(jnp.float32, draw_coefficients(np.zeros(len(PRIOR))))
     work = make_work(
         num_decodes=3,
         decode_context=900,

@@ -18,8 +18,8 @@ def test_noise_is_the_excess_over_the_simulated_tail() -> None:
     simulated = np.full((3, 2), 0.03)
     noise = find_request_noise(measured, simulated)
     np.testing.assert_allclose(noise.doubt, 0, atol=1e-12)
-    factor = tail_factor(np.exp(np.array(0.03)), np.array(1.0), 0.99, noise.scale[0])
-    assert float(factor) == pytest.approx(np.exp(0.02))
+    factor = tail_factor(np.exp([0.03]), np.ones(1), 0.99, noise.scale[:1])
+    assert factor == pytest.approx(np.exp(0.02))
     # The middle of three stages counts, one without an excess as well.
     measured[:, 1] = (0.02, 0.05, 0.5)
     wide = find_request_noise(measured, simulated)
@@ -34,7 +34,7 @@ def test_noise_of_requests_has_the_factor() -> None:
     noisy = np.exp(logs + 0.02 * rng.standard_t(4, logs.size))
     plain = np.exp(logs)
     for level in (0.9, 0.99):
-        value, median = np.quantile(plain, [level, 0.5])
+        value, median = np.quantile(plain, [[level], [0.5]])
         factor = tail_factor(value, median, level, 0.02)
         assert value * factor == pytest.approx(np.quantile(noisy, level), rel=0.01)
     none = tail_factor(np.array([1.2]), np.array([1.0]), 0.99, 0.0)
