@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxkv import validation
 from jaxkv.models.config import Experts, LatentConfig, ModelConfig
-from jaxkv.models.huggingface import harmless, positions, values
+from jaxkv.models.huggingface import harmless, positions, values, windows
 from jaxkv.models.huggingface.families import FAMILIES
 from jaxkv.models.huggingface.family import Family
 from jaxkv.models.huggingface.values import shorten
@@ -72,7 +72,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         read = positions.ROPE_KEYS | {*family.position_keys, *family.rope_aliases}
         has_switch = family.windows in ("flagged", "off", "listed")
         if has_switch or settings.get("use_sliding_window") is False:
-            read |= positions.WINDOW_KEYS
+            read |= windows.WINDOW_KEYS
     quantization = settings.get("quantization_config")
     if _is_fp8(quantization) or (family.interleaved and _is_mxfp4(quantization)):
         read |= {"quantization_config"}

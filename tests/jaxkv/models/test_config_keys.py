@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxkv.models.huggingface import configs, positions
+from jaxkv.models.huggingface import configs, positions, windows
 from jaxkv.models.huggingface import harmless as huggingface_harmless
 from jaxkv.models.huggingface.families import FAMILIES
 from scaling.costs import count_parameters
@@ -64,7 +64,7 @@ def test_every_transformers_key_is_read_or_harmless(name: str, key: str) -> None
     family = FAMILIES[name]
     harmless = HARMLESS | {*family.harmless}
     if family.windows in ("off", "listed"):
-        harmless |= positions.WINDOW_KEYS
+        harmless |= windows.WINDOW_KEYS
     if family.windows == "listed":  # `layer_types` decides
         harmless |= {"use_sliding_window"}
     changed = raw | {key: another(key, raw.get(key, KEYS[name][key]))}
@@ -409,7 +409,7 @@ STRANGE = (
 )
 def test_random_configs_load_or_fail_in_one_line(name: str) -> None:
     raw = config_of(name)
-    keys = {*KEYS[name], *positions.ROPE_KEYS, *positions.WINDOW_KEYS, "unknown"}
+    keys = {*KEYS[name], *positions.ROPE_KEYS, *windows.WINDOW_KEYS, "unknown"}
     num_refused = 0
     for key in keys:
         for value in STRANGE:

@@ -274,7 +274,7 @@ def test_factors_of_yarn_are_written(scaling: RopeScaling) -> None:
         (
             V3,
             {"quantization_config": FP8 | {"weight_block_size": [64, 64]}},
-            "quantization_config is not supported: only f32, bf16 and f16 weights, and",
+            "quantization_config is not supported: only f32, bf16 and f16 weights, ",
         ),
         (
             V3,
