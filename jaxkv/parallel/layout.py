@@ -129,7 +129,7 @@ def specs_on(params: Params, mesh: Mesh) -> Params:
 
 def pages_specs(pages: Pages) -> PyTree[PartitionSpec]:
     """Returns the specs of pages: those of their layout; features by places."""
-    specs = pages.layout.specs(pages, heads=TENSOR)
+    specs = pages.layout.specs(pages._replace(routes=None), heads=TENSOR)
     second = None if pages.draft_pages is None else pages_specs(pages.draft_pages)
     features = PartitionSpec(None, None, None, CONTEXT)
     routes = None if pages.routes is None else features
