@@ -332,6 +332,8 @@ def make_pages(
         if value_width > head_dim:
             raise ValueError(f"{value_width=} must be at most {head_dim=}")
     width = validation.integer("num_features", num_features, low=0)
+    validation.integer("num_mixtures", num_mixtures, low=0)
+    validation.integer("top_k", top_k, low=0)
     if width % 2:
         raise ValueError(f"{num_features=} must be even")
     try:

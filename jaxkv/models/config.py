@@ -276,7 +276,11 @@ class ModelConfig:
     def __post_init__(self):
         """Validates the fields."""
         validation.check_fields(self, position_offset=0, num_ahead_layers=0)
-        validation.choice("family", self.family, tuple(FAMILIES))
+        if self.family not in FAMILIES:
+            raise ValueError(
+                f"family={validation.format_value(self.family)} must be a name in "
+                "models.FAMILIES, such as 'llama'; register_family adds one"
+            )
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads} must be a multiple of "

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         LOOP_FILE,
         PUBLISHED_LOOPS,
         draw_loop_posterior,
-        fold_pace,
         format_loops,
         load_loops,
     )
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
         EFFECTS,
         LoopFit,
         LoopPrediction,
-        draw_loop_coefficients,
         fit_loops,
         predict_loops,
         sizes_of_server,

@@ -199,6 +199,7 @@ def predict_stage(
     return StageLatencies(*summaries)
 
 
+@validation.checks_numbers(seed=validation.SEEDS)
 def draw_noise_scales(
     posterior: ServerPosterior, *, seed: int = 0
 ) -> Float[np.ndarray, "draws 2"]:

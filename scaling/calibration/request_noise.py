@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
+
 SMALLEST_SCALE = 0.005
 """Scale that a stage without an excess counts as, so that its logarithm is finite."""
 
@@ -25,6 +27,7 @@ class RequestNoise(NamedTuple):
     """Standard deviation of the logarithm of the scale over stages."""
 
 
+@validation.checks_numbers(level="(0, 1)")
 def noise_quantile(level: float) -> float:
     """Returns a quantile of Student's t distribution with 4 degrees of freedom.
 
@@ -54,6 +57,7 @@ def find_request_noise(
     return RequestNoise(middle, np.sqrt(np.mean(np.log(scales / middle) ** 2, axis=0)))
 
 
+@validation.checks_numbers(level="[0.5, 1)", scale="[0, 100]")
 def tail_factor(
     values: Float[np.ndarray, "*draws"],
     median: Float[np.ndarray, "*draws"],

@@ -136,6 +136,7 @@ EXEMPT = {
         "models.expand_latent",
         "models.norm",
         "models.rotate",
+        "models.rotate_pair",
         "models.split_heads",
     ),
     "coordinates of a figure, where NaN is a gap": (

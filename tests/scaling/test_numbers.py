@@ -55,6 +55,12 @@ TOKENS = np.zeros(200, np.uint16)
 COLUMN = np.geomspace(1.0, 2.0, 5)
 OFFERS = [plan.parse_offer("a100:4:312"), plan.parse_offer("v100:2.5:125")]
 STAGE = calibration.read_measured_stages(GOLDEN / "vllm_stages.csv")[0]
+SERVER = calibration.MeasuredServer(
+    **{"name": "row", "engine": "vllm", "checkpoint": "owner/qwen3-8b"},
+    **{"model": shapes.describe("qwen3-8b"), "device": DEVICE, "weight_format": "bf16"},
+    **{"num_devices": 1, "data_parallel": 1, "expert_parallel": 1},
+    **{"concurrency": 16.0, "prompt_tokens": 512.0, "answer_tokens": 128.0},
+)
 COEFFICIENTS = calibration.draw_coefficients(np.zeros((1, len(calibration.PRIOR))))
 
 
@@ -98,6 +104,23 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "num": 5,
         },
         "calibration.make_calibrated_cost": {**SERVED, "num_devices": 1},
+        "calibration.draw_loop_posterior": {
+            "server": SERVER,
+            "calibration": calibration.load_loops(),
+            "num": 2,
+            "seed": 0,
+        },
+        "calibration.draw_noise_scales": {
+            "posterior": calibration.load_posterior(),
+            "seed": 0,
+        },
+        "calibration.noise_quantile": {"level": 0.9},
+        "calibration.tail_factor": {
+            "values": np.full(2, 1.2),
+            "median": np.ones(2),
+            "level": 0.99,
+            "scale": 0.02,
+        },
         "calibration.load_duration_s": {
             "warm_up_s": 1.0,
             "window_s": 2.0,

@@ -120,6 +120,7 @@ def _read_fit(document: dict[str, Any] | None) -> LoopFit | None:
     return fit
 
 
+@validation.checks_numbers(num=2, seed=validation.SEEDS)
 def draw_loop_posterior(
     server: MeasuredServer, calibration: LoopCalibration, *, num: int, seed: int = 0
 ) -> ServerPosterior:

@@ -100,7 +100,7 @@ def test_an_engine_serves_windows_and_sinks_in_small_pages(name: str) -> None:
         ({"rotary_size": 99}, "rotary_size=99 must be at most head_dim="),
         ({"score_growth": 0.1}, "score_growth=0.1 needs rope_scaling"),
         ({"positions": "learned"}, "positions='learned' must be that of all kinds"),
-        ({"family": "toy"}, "family='toy' must be "),
+        ({"family": "toy"}, "family='toy' must be a name in models.FAMILIES"),
         (
             {
                 "residual": "parallel",

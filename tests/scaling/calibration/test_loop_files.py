@@ -20,13 +20,13 @@ from scaling.calibration import (
     PowerShares,
     draw_coefficients,
     draw_loop_posterior,
-    fold_pace,
     format_loops,
     load_loops,
     make_server_cost,
     predict_servers,
     rank_rows,
 )
+from scaling.calibration.closed_loops.loop_files import fold_pace
 from scaling.calibration.closed_loops.pooled_fit import count_parameters_of
 from scaling.costs import find_device
 from scaling.shapes import describe
