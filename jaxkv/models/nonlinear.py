@@ -59,8 +59,8 @@ def norm(
 
 def scale_norm(
     y: Float[Array, "..."],
-    scale: Float[Array, " size"] | None,
-    bias: Float[Array, " size"] | None = None,
+    scale: Float[Array, "*size"] | None,
+    bias: Float[Array, "*size"] | None = None,
     *,
     kind: str,
     dtype: DTypeLike,

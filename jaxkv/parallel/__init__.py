@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         degree_of,
         experts_of,
         map_over_mesh,
+        num_page_parts_of,
         pages_specs,
         place_state,
         put_array,

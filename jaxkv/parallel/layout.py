@@ -47,6 +47,11 @@ def experts_of(mesh: Mesh) -> int:
     return mesh.shape.get(EXPERT, 1)
 
 
+def num_page_parts_of(mesh: Mesh) -> int:
+    """Returns the number of devices that divide pages."""
+    return mesh.shape.get(CONTEXT, 1)
+
+
 @validation.checks_numbers()
 def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> None:
     """Checks that a mesh can divide pages.
@@ -54,7 +59,7 @@ def check_pages(mesh: Mesh, *, page_size: int, window: int | None = None) -> Non
     Raises:
       ValueError: the page size, or the model's window, is not a multiple.
     """
-    num = mesh.shape.get(CONTEXT, 1)
+    num = num_page_parts_of(mesh)
     if page_size % num:
         raise ValueError(
             f"{page_size=} must be a multiple of the {num} devices that divide pages"

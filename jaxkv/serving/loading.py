@@ -27,6 +27,7 @@ from jaxkv.parallel import (
     experts_of,
     fit_config,
     make_placer,
+    num_page_parts_of,
     pages_specs,
     place_heads,
     stack_sharded_layers,
@@ -142,8 +143,10 @@ def build_engine_parts(
     params = loaded.params
     mesh = origin.mesh
     if mesh is not None:
-        sizes = {"page_size": config.page_size, "window": loaded.config.window}
-        check_pages(mesh, **sizes)
+        for window in {*loaded.config.windows}:
+            check_pages(mesh, page_size=config.page_size, window=window)
+        if loaded.config.sinks and num_page_parts_of(mesh) > 1:
+            raise ValueError("sinks need pages that are not divided over devices")
     if origin.scan_layers:
         params = stack_sharded_layers(loaded.config, params, mesh)
     draft = heads = None

@@ -265,7 +265,7 @@ def describe_fields(fields: Mapping[str, Any]) -> ModelShape:
     recurrent = fields.get("recurrent")
     norm = fields.get("norm", "rms")
     parts = {
-        "norm": {"rms_offset": "rms", "rms_plain": "plain"}.get(norm, norm),
+        "norm": {"layer": "layer", "rms_plain": "plain"}.get(norm, "rms"),
         "norms_per_layer": 4 if fields.get("norm_places") == "both" else 2,
         "experts": _build(MixtureShape, experts) if experts else None,
         "recurrent": _build(RecurrentShape, recurrent) if recurrent else None,
