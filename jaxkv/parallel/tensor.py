@@ -68,6 +68,11 @@ def fit_config(config: ModelConfig, degree: int, *, num_expert: int = 1) -> Mode
             f"num_kv_heads={num} must be a multiple or a divisor of the "
             f"tensor-parallel degree {degree}"
         )
+    if degree > num and c.qk_norm and c.qk_norm_over == "layer":
+        raise ValueError(
+            f"num_kv_heads={num} must be a multiple of the tensor-parallel degree "
+            f"{degree}, with norms over all heads"
+        )
     return dataclasses.replace(c, num_kv_heads=max(c.num_kv_heads, degree))
 
 
@@ -95,10 +100,9 @@ def fit_array(
     if path[0] in ("embed", "head") and (more := -array.shape[0] % degree):
         return np.pad(array, ((0, more), (0, 0)))
     if path[-3:-1] == ("mixture", "up"):
-        num_experts, width, columns = array.shape
         halves = 2 if config.gated else 1
-        parts = array.reshape(num_experts, width, halves, degree, -1)
-        return parts.swapaxes(2, 3).reshape(num_experts, width, columns)
+        parts = array.reshape(*array.shape[:-1], halves, degree, -1)
+        return parts.swapaxes(-3, -2).reshape(array.shape)
     return array
 
 
@@ -109,10 +113,9 @@ def unfit_array(
     if path[0] in ("embed", "head"):
         return array[: config.vocab_size]
     if path[-3:-1] == ("mixture", "up"):
-        num_experts, width, columns = array.shape
         halves = 2 if config.gated else 1
-        parts = array.reshape(num_experts, width, degree, halves, -1)
-        return parts.swapaxes(2, 3).reshape(num_experts, width, columns)
+        parts = array.reshape(*array.shape[:-1], degree, halves, -1)
+        return parts.swapaxes(-3, -2).reshape(array.shape)
     return array
 
 

@@ -46,6 +46,12 @@ FAMILIES = (
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "gpt_neox",
+    "gemma3",
+    "glm4",
+    "phi3",
+    "glm4_moe",
+    "gpt_oss",
 )
 BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
 FEW = Experts(num_experts=4, top_k=2, size=24)
