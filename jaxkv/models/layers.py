@@ -613,13 +613,13 @@ class Layer(nnx.Module):
         y = o.join_heads(y).astype(x.dtype)
         if not self.is_mixture:
             return o.map_tiles(self._add_mlp, x, y), carry, None
-        x = x + self._leave(self.attention_out_norm, self.out(y, o), o)
+        x = x + self._scale_branch(self.attention_out_norm, self.out(y, o), o)
         replayed = o.routes
         if replayed is not None:
             first = c.num_layers - c.num_mixtures
             replayed = replayed[:, index - first]
-        y, routing = self.mixture(self._enter_mlp(x, o), o, replayed)
-        return x + self._leave(self.mlp_out_norm, y, o), carry, routing
+        y, routing = self.mixture(self._mlp_inputs(x, o), o, replayed)
+        return x + self._scale_branch(self.mlp_out_norm, y, o), carry, routing
 
     def _add_mlp(
         self, x: Activations, y: Activations, orientation: Orientation
@@ -627,19 +627,19 @@ class Layer(nnx.Module):
         """Adds the projected output of attention, and that of the MLP."""
         o = orientation
         before = x
-        x = x + self._leave(self.attention_out_norm, self.out(y, o), o)
+        x = x + self._scale_branch(self.attention_out_norm, self.out(y, o), o)
         activate = functools.partial(nonlinear.activate, self.config)
         inputs = before if self.config.residual == "parallel" else x
-        hidden = o.expand(self.up, self._enter_mlp(inputs, o), activate)
-        return x + self._leave(self.mlp_out_norm, self.down(hidden, o), o)
+        hidden = o.expand(self.up, self._mlp_inputs(inputs, o), activate)
+        return x + self._scale_branch(self.mlp_out_norm, self.down(hidden, o), o)
 
-    def _enter_mlp(self, x: Activations, orientation: Orientation) -> Activations:
+    def _mlp_inputs(self, x: Activations, orientation: Orientation) -> Activations:
         return x if self.mlp_norm is None else self.mlp_norm(x, orientation.axis)
 
-    def _leave(
+    def _scale_branch(
         self, norm: Norm | None, y: Activations, orientation: Orientation
     ) -> Activations:
-        """Returns what is added to the residual stream."""
+        """Returns the output of attention or MLP as it is added to the residual."""
         if norm is not None:
             y = norm(y, orientation.axis)
         scale = self.config.residual_scale

@@ -286,6 +286,12 @@ def _of_rows(sent_in: StagePass) -> Iterable[Traffic]:
         *exchanges.vocabulary_traffic(sent_in),
         *stages.hop_traffic(sent_in),
     ]
+    a = sent_in.model.attention
+    if isinstance(a, HeadAttention) and a.qk_norm and a.qk_norm_over == "layer":
+        share = exchanges.ring_share(sent_in.layout.tensor)
+        sent = 2 * share * 2 * 4 * sent_in.tokens * sent_in.layers
+        name = "norms over all heads, all-reduces"
+        row_traffic.append(Traffic("tensor", name, "2 (p-1)/p · 8 b s · L", sent, 0.0))
     if sent_in.layout.gather:
         # Outputs of experts for rows that every device has are summed.
         sent = 2 * exchanges.ring_share(sent_in.layout.expert) * sent_in.block

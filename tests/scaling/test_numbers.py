@@ -29,6 +29,7 @@ from scaling import (
     training,
 )
 from tests.support.folders import GOLDEN
+from tests.support.measured_servers import make_server
 from tests.support.number_arguments import (
     NO_NUMBERS,
     NO_RANGE,
@@ -55,12 +56,6 @@ TOKENS = np.zeros(200, np.uint16)
 COLUMN = np.geomspace(1.0, 2.0, 5)
 OFFERS = [plan.parse_offer("a100:4:312"), plan.parse_offer("v100:2.5:125")]
 STAGE = calibration.read_measured_stages(GOLDEN / "vllm_stages.csv")[0]
-SERVER = calibration.MeasuredServer(
-    **{"name": "row", "engine": "vllm", "checkpoint": "owner/qwen3-8b"},
-    **{"model": shapes.describe("qwen3-8b"), "device": DEVICE, "weight_format": "bf16"},
-    **{"num_devices": 1, "data_parallel": 1, "expert_parallel": 1},
-    **{"concurrency": 16.0, "prompt_tokens": 512.0, "answer_tokens": 128.0},
-)
 COEFFICIENTS = calibration.draw_coefficients(np.zeros((1, len(calibration.PRIOR))))
 
 
@@ -105,7 +100,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         },
         "calibration.make_calibrated_cost": {**SERVED, "num_devices": 1},
         "calibration.draw_loop_posterior": {
-            "server": SERVER,
+            "server": make_server(),
             "calibration": calibration.load_loops(),
             "num": 2,
             "seed": 0,

@@ -26,7 +26,7 @@ ACTIVATION_NAMES = {
 }
 
 
-_FIELD_FORMS: Mapping[str, Callable[[Any], Any]] = {
+_FIELD_VALUES: Mapping[str, Callable[[Any], Any]] = {
     "same": lambda x: x,
     "inverse": lambda x: 1 / x,
     "inverse_root": lambda x: x**-0.5,
@@ -34,7 +34,7 @@ _FIELD_FORMS: Mapping[str, Callable[[Any], Any]] = {
     # Early folders say "gelu", and mean its approximation.
     "approximate": lambda x: "gelu_tanh" if x == "gelu" else x,
 }
-_UNDONE: Mapping[str, Callable[[Any], Any]] = {
+_KEY_VALUES: Mapping[str, Callable[[Any], Any]] = {
     "same": lambda x: x,
     "inverse": lambda x: round(1 / x, 9),
     "inverse_root": lambda x: _whole(round(x**-2, 9)),
@@ -141,7 +141,7 @@ def read_fields(
             value = default
         if value is not None:
             checked = _checked(key, names[0], value, high)
-            result |= dict.fromkeys(names, _FIELD_FORMS[form](checked))
+            result |= dict.fromkeys(names, _FIELD_VALUES[form](checked))
         elif names[0] not in result and names[0] not in family.derived:
             raise ValueError(f"{key} is missing")
     hidden = result["hidden_size"]
@@ -197,7 +197,7 @@ def to_hf(config: ModelConfig) -> dict[str, object]:
         **{
             key: written[fields[0]]
             if fields[0] in written
-            else _UNDONE[form](operator.attrgetter(fields[0])(config))
+            else _KEY_VALUES[form](operator.attrgetter(fields[0])(config))
             for key, (fields, _, form) in family.keys.items()
             if config.experts or not fields[0].startswith("experts.")
         },

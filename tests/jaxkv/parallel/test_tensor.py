@@ -94,6 +94,14 @@ def test_logits_are_those_of_one_device_everywhere(family: str, degree: int) -> 
     check_family(family, degree)
 
 
+@pytest.mark.thorough
+def test_norms_over_all_heads_need_a_kv_head_on_each_device() -> None:
+    check_family("olmo2", 2)
+    config = load_model(GOLDEN / "olmo2").config
+    with pytest.raises(ValueError, match="num_kv_heads=2 must be a multiple of the"):
+        tensor.fit_config(config, 4)
+
+
 def check_family(family: str, degree: int) -> None:
     """Checks logits, and bytes against the formula."""
     loaded = load_model(GOLDEN / family)

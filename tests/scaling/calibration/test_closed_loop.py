@@ -35,27 +35,9 @@ from scaling.calibration import (
 )
 from scaling.costs import find_device
 from scaling.shapes import describe
+from tests.support.measured_servers import make_server
 
 MEDIANS = {name: jnp.float32(x) for name, (x, _) in {**PRIOR, **LOOP_PRIOR}.items()}
-
-
-def make_server(model: str = "qwen3-8b", **changes: object) -> MeasuredServer:
-    server = MeasuredServer(
-        name="row",
-        engine="vllm",
-        checkpoint=f"owner/{model}",
-        model=describe(model),
-        device=find_device("h100"),
-        weight_format="bf16",
-        num_devices=1,
-        data_parallel=1,
-        expert_parallel=1,
-        concurrency=16.0,
-        prompt_tokens=512.0,
-        answer_tokens=128.0,
-        token_s=0.01,
-    )
-    return dataclasses.replace(server, **changes)
 
 
 def make_coefficients(**changes: float) -> LoopCoefficients:

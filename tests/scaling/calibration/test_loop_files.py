@@ -16,7 +16,6 @@ from scaling.calibration import (
     LoadSizes,
     LoopCalibration,
     LoopFit,
-    MeasuredServer,
     PowerShares,
     draw_coefficients,
     draw_loop_posterior,
@@ -28,8 +27,8 @@ from scaling.calibration import (
 )
 from scaling.calibration.closed_loops.loop_files import fold_pace
 from scaling.calibration.closed_loops.pooled_fit import count_parameters_of
-from scaling.costs import find_device
 from scaling.shapes import describe
+from tests.support.measured_servers import make_server
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "engine": ("vllm",),
@@ -37,20 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "statistic": ("time per token",),
 }
 NUM = count_parameters_of(GROUPS)
-SERVER = MeasuredServer(
-    name="row",
-    engine="vllm",
-    checkpoint="owner/qwen3-8b",
-    model=describe("qwen3-8b"),
-    device=find_device("h100"),
-    weight_format="bf16",
-    num_devices=1,
-    data_parallel=1,
-    expert_parallel=1,
-    concurrency=16.0,
-    prompt_tokens=512.0,
-    answer_tokens=128.0,
-)
+SERVER = make_server(token_s=None)
 
 
 def make_calibration() -> LoopCalibration:
