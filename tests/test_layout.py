@@ -71,7 +71,7 @@ ALLOWED_IMPORTERS = {
     "PIL": ("jaxkv/plotting/style.py",),
     "tyro": ("jaxkv/cli/parsing.py",),
     "flax": (
-        "jaxkv/models/layers.py",
+        "jaxkv/models/layers/*.py",
         "jaxkv/models/transformer.py",
         "scaling/training/architectures.py",
     ),

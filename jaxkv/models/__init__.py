@@ -14,7 +14,13 @@ if TYPE_CHECKING:
         save_model,
         save_tree,
     )
-    from jaxkv.models.config import AttentionKind, Experts, LatentConfig, ModelConfig
+    from jaxkv.models.config import (
+        AttentionKind,
+        Experts,
+        LatentConfig,
+        ModelConfig,
+        RecurrenceConfig,
+    )
     from jaxkv.models.huggingface.configs import (
         read_fields,
         refuse_other_values,
@@ -34,7 +40,11 @@ if TYPE_CHECKING:
         Linear,
         Mixture,
         Orientation,
+        RecurrentProjection,
+        RecurrentState,
         multiply,
+        run_batch,
+        zero_state,
     )
     from jaxkv.models.moe import (
         NO_EXPERT,

@@ -58,7 +58,8 @@ class AttentionKind:
     """What the attention of some layers has of its own; other fields are the model's.
 
     Source: layers of two kinds, Gemma 2, arXiv:2408.00118, section 2; layers without
-    positions (NoPE), Yang et al. 2025, arXiv:2501.18795, section 3.
+    positions (NoPE), Yang et al. 2025, arXiv:2501.18795, section 3; recurrent layers
+    between those with attention, Kimi Linear, arXiv:2510.26692, section 4.
     """
 
     window: int | None = None
@@ -67,10 +68,85 @@ class AttentionKind:
     """Learned positions are added to the embeddings, and "none" are no positions."""
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    norm_places: Literal["before", "after", "both"] | None = None
+    """As in `ModelConfig`; None means that of the model."""
+    is_recurrent: bool = False
+    """True if `ModelConfig.recurrence` takes the place of attention."""
 
     def __post_init__(self):
         """Validates the fields."""
         validation.check_fields(self)
+
+
+@validation.suggests_keywords
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrenceConfig:
+    """A recurrence with a state of fixed size in place of attention.
+
+    Every value head has a state `[key_dim, value_dim]`. A token scales it, adds the
+    product of its key and value, and reads it with its query. Queries, keys and values
+    pass a causal convolution over `kernel_size` tokens first.
+
+    Source: gated delta rule (GDN), Yang et al. 2024, arXiv:2412.06464, section 3.1;
+    Kimi delta attention (KDA), Kimi Linear, arXiv:2510.26692, section 3; Mamba 2, Dao
+    and Gu 2024, arXiv:2405.21060, section 5, whose B, C and x are keys, queries and
+    values.
+    """
+
+    kind: Literal["gdn", "kda", "mamba2"] = "gdn"
+    """"gdn": one decay for each head, and the delta rule; "kda": one for each feature
+        of a key; "mamba2": one for each head, and no delta rule."""
+    num_key_heads: int
+    """Heads of queries and keys (groups of B and C in Mamba 2)."""
+    num_value_heads: int
+    """Heads of values, a multiple of `num_key_heads`; consecutive ones share a key."""
+    key_dim: int
+    """Width of a key (the state size of Mamba 2)."""
+    value_dim: int
+    """Width of a value."""
+    kernel_size: int = 4
+    """Tokens that the convolution reads, the current one included."""
+    conv_bias: bool = False
+    projection_bias: bool = False
+    """True if the projections have biases ("mamba2")."""
+    activation: str = "silu"
+    """Activation after the convolution, a name of `ModelConfig.activation`."""
+    write_scale: float = 1.0
+    """Factor on the strength, in [0, 1], with which a token overwrites: 2 allows
+    negative eigenvalues (Grazzi et al. 2024, arXiv:2411.12537)."""
+    min_step: float = 0.0
+    """Smallest step size of a token ("mamba2")."""
+    max_step: float | None = None
+    """Largest step size; None means no bound ("mamba2")."""
+    norm_eps: float = 1e-6
+    """Added to the mean of squares in the norm of the output."""
+
+    def __post_init__(self):
+        """Validates the fields."""
+        validation.check_fields(self, min_step=0)
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_value_heads={self.num_value_heads} must be a multiple of "
+                f"num_key_heads={self.num_key_heads}"
+            )
+
+    @property
+    def num_channels(self) -> int:
+        """Width of the convolution: queries, keys and values of all heads."""
+        return (
+            2 * self.num_key_heads * self.key_dim
+            + self.num_value_heads * self.value_dim
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        """Width of the output: values of all heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_decays(self) -> int:
+        """Number of decays of a token."""
+        return self.num_value_heads * (self.key_dim if self.kind == "kda" else 1)
 
 
 @validation.suggests_keywords
@@ -253,6 +329,9 @@ class ModelConfig:
     qk_norm_over: Literal["head", "layer"] = "head"
     """That norm is over head_dim of every head (Qwen3), or over all heads of a layer
     (OLMo 2)."""
+    out_gate: bool = False
+    """True if the sigmoid of a projection scales the output of attention
+    (Qwen3-Next)."""
     tie_embeddings: bool = True
     window: int | None = None
     """Sliding window: number of latest tokens that a query sees, itself included."""
@@ -260,6 +339,8 @@ class ModelConfig:
     """Kinds 1, 2, ... of attention; kind 0 has this config's window and positions."""
     attention_pattern: tuple[int, ...] = (0,)
     """Kind of attention of each layer, repeated up to `num_layers`."""
+    recurrence: RecurrenceConfig | None = None
+    """The recurrence of recurrent layers; None for a model without one."""
     latent: LatentConfig | None = None
     """Latent attention in place of KV heads: `num_kv_heads` is then `num_q_heads`, and
     `head_dim` is `latent.nope_dim + latent.rope_dim`."""
@@ -296,11 +377,10 @@ class ModelConfig:
             for name, value, needed in (
                 ("num_kv_heads", self.num_kv_heads, self.num_q_heads),
                 ("head_dim", self.head_dim, width),
-                ("positions", self.positions, "rope"),
                 ("qk_norm", self.qk_norm, False),
                 ("qkv_bias", self.qkv_bias, False),
+                ("out_gate", self.out_gate, False),
                 ("window", self.window, None),
-                ("other_attention", self.other_attention, ()),
                 ("rotary_size", self.rotary_size, None),
                 ("sinks", self.sinks, False),
                 ("score_cap", self.score_cap, None),
@@ -310,6 +390,13 @@ class ModelConfig:
                     raise ValueError(
                         f"{name}={value!r} must be {needed!r} with latent attention"
                     )
+            if self.positions == "learned" or not all(
+                kind.is_recurrent for kind in self.other_attention
+            ):
+                raise ValueError(
+                    "layers with latent attention must be alike, with rotary positions "
+                    "or none"
+                )
         if self.experts is None:
             return
         if self.experts.num_dense_layers >= self.num_layers:
@@ -328,7 +415,15 @@ class ModelConfig:
                 f"attention_pattern={self.attention_pattern} must have kinds in [0, "
                 f"{kinds.stop})"
             )
-        learned = [x.positions == "learned" for x in self.attention_kinds]
+        recurrent = any(kind.is_recurrent for kind in self.other_attention)
+        if recurrent != (self.recurrence is not None):
+            raise ValueError(
+                f"recurrence={self.recurrence} must be set exactly if other_attention "
+                "has a recurrent kind"
+            )
+        learned = [
+            x.positions == "learned" for x in self.attention_kinds if not x.is_recurrent
+        ]
         if any(learned) and not all(learned):
             raise ValueError("positions='learned' must be that of all kinds or of none")
         size = self.rotary_size
@@ -401,18 +496,39 @@ class ModelConfig:
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """The kinds of attention, by the numbers of `attention_pattern`."""
-        names = [field.name for field in dataclasses.fields(AttentionKind)]
-        first = AttentionKind(**{name: getattr(self, name) for name in names})
+        first = AttentionKind(
+            window=self.window,
+            positions=self.positions,
+            rope_theta=self.rope_theta,
+            rope_scaling=self.rope_scaling,
+        )
         return first, *self.other_attention
 
     @property
     def rotary_kinds(self) -> tuple[AttentionKind, ...]:
         """The kinds of attention with rotary positions."""
-        return tuple(x for x in self.attention_kinds if x.positions == "rope")
+        return tuple(
+            kind
+            for kind in self.attention_kinds
+            if kind.positions == "rope" and not kind.is_recurrent
+        )
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Numbers of the recurrent layers, in order."""
+        kinds = self.attention_kinds
+        layers = range(self.num_layers)
+        return tuple(x for x in layers if kinds[self.kind_of(x)].is_recurrent)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with attention, in order."""
+        recurrent = self.recurrent_layers
+        return tuple(x for x in range(self.num_layers) if x not in recurrent)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, None for all tokens."""
+        """The sliding window of each layer, None for all tokens and for recurrence."""
         layers = range(self.num_layers)
         return tuple(self.attention_kinds[self.kind_of(x)].window for x in layers)
 

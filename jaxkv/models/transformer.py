@@ -31,6 +31,8 @@ from jaxkv.models.layers import (
     Norm,
     Numerics,
     Orientation,
+    RecurrentProjection,
+    run_batch,
 )
 from pallas_kernels.flash_attention import flash_attention
 
@@ -562,6 +564,8 @@ def run_sequences(
     position = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
 
     def attend(layer, qkv, angles, carry):
+        if isinstance(qkv, RecurrentProjection):
+            return run_batch(qkv, (batch, seq), axis=-2), carry
         # To [batch, seq, heads, width] and back.
         split = rotary.split_and_rotate(qkv, angles)
         q, k, v = (

@@ -35,6 +35,7 @@ from jaxkv.models import (
     Orientation,
     Params,
     Projected,
+    RecurrentProjection,
     Routing,
     balance_loss,
     embed_own_tokens,
@@ -42,6 +43,7 @@ from jaxkv.models import (
     expert_load,
     load_as_gradient,
     merge_ahead,
+    run_batch,
 )
 from jaxkv.parallel import (
     gather_rows,
@@ -250,6 +252,8 @@ class RowOrientation(Orientation):
         self, layer: LayerAttention, qkv: Projected, angles: Angles | None, carry: C
     ) -> tuple[Float[Array, "batch seq heads value_dim"], C]:
         """Attends within each sequence: a `transformer.Attend`."""
+        if isinstance(qkv, RecurrentProjection):
+            return run_batch(qkv, self.shape, axis=self.axis), carry
         if isinstance(qkv, LatentProjection):
             assert angles is not None
             q, k, v = expand_latent(qkv, angles, self.axis)

@@ -1,0 +1,238 @@
+"""A layer: attention or a recurrence, with an MLP or a mixture of experts.
+
+A layer is one implementation for serving and training.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from jaxkv.models import nonlinear, rotary
+from jaxkv.models.config import AttentionKind, LatentConfig, ModelConfig
+from jaxkv.models.layers.experts import Mixture
+from jaxkv.models.layers.linear import (
+    Activations,
+    Linear,
+    Orientation,
+    Vector,
+    make_mlp,
+    out_std,
+)
+from jaxkv.models.layers.mixer import RecurrentMixer
+from jaxkv.models.layers.norms import HeadsNorm, Norm
+from jaxkv.models.layers.recurrence import RecurrentProjection, RecurrentRows
+from pallas_kernels.online_softmax import ScoreTransform
+
+
+class LayerAttention(NamedTuple):
+    """What attention takes from a layer besides its projection."""
+
+    index: int | Int[Array, ""]
+    """Number of the layer."""
+    kind: AttentionKind
+    """Its window and positions."""
+    scoring: ScoreTransform
+    """From products of queries and keys to scores."""
+
+
+class Layer(nnx.Module):
+    """Attention, then an MLP or a mixture, added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, *, rngs, dtype, with_transposed=False
+    ):
+        c = config
+        make = functools.partial(
+            Linear, rngs=rngs, dtype=dtype, with_transposed=with_transposed
+        )
+        norm = functools.partial(Norm, c.hidden_size, c, kind=c.norm, dtype=dtype)
+        kind = c.attention_kinds[c.kind_of(index)]
+        places = kind.norm_places or c.norm_places
+        is_before = places != "after"
+        is_after = places != "before"
+        self.attention_norm = norm() if is_before else None
+        self.mlp_norm = norm() if is_before else None
+        self.attention_out_norm = norm() if is_after else None
+        self.mlp_out_norm = norm() if is_after else None
+        recurrence = c.recurrence if kind.is_recurrent else None
+        self.recurrence = recurrence
+        if recurrence is not None:
+            self.mixer = RecurrentMixer(c, recurrence, rngs=rngs, dtype=dtype)
+        elif c.latent is None:
+            # Fused by KV head: queries of the group, key, value.
+            self.qkv = make(
+                c.num_kv_heads,
+                c.group_size + 2,
+                c.head_dim,
+                c.hidden_size,
+                axes=("kv_heads", None, "head_dim", "hidden"),
+                bias=c.qkv_bias,
+            )
+        else:
+            self._make_latent(c, c.latent, make, dtype)
+        self.out = make(
+            c.hidden_size,
+            c.num_q_heads * c.value_dim
+            if recurrence is None
+            else recurrence.num_outputs,
+            axes=("hidden", "heads"),
+            std=out_std(c),
+            bias=c.out_bias,
+        )
+        self.is_mixture = c.is_mixture(index)
+        if self.is_mixture:
+            self.mixture = Mixture(c, rngs=rngs, dtype=dtype)
+        else:
+            self.up, self.down = make_mlp(c, c.mlp_size, make)
+        has_heads = recurrence is None and c.latent is None
+        if has_heads and c.qk_norm and c.qk_norm_over == "head":
+            kind = "rms" if c.norm == "layer" else c.norm
+            self.q_norm, self.k_norm = (
+                Norm(c.head_dim, c, kind=kind, dtype=dtype) for _ in range(2)
+            )
+        elif has_heads and c.qk_norm:
+            self.q_norm, self.k_norm = (
+                HeadsNorm(c, num, dtype=dtype) for num in (c.group_size, 1)
+            )
+        if has_heads and c.out_gate:
+            self.gate = make(
+                c.num_q_heads * c.head_dim, c.hidden_size, axes=("heads", "hidden")
+            )
+        if c.sinks and recurrence is None:
+            self.sinks = Vector(c.num_q_heads, axis="heads", dtype=dtype)
+        self.config = config
+
+    def _make_latent(self, config: ModelConfig, latent: LatentConfig, make, dtype):
+        """Makes the projections of latent attention.
+
+        Queries are divided over devices by heads, and so are keys and values; every
+        device computes the compressed query and the latent.
+        """
+        c = config
+        x = latent
+        width = c.hidden_size
+        if x.q_rank is not None:
+            width = x.q_rank
+            self.q_down = make(width, c.hidden_size, axes=(None, "hidden"))
+            self.q_norm = Norm(width, c, kind="rms", dtype=dtype)
+        q = make(c.num_q_heads, c.head_dim, width, axes=("heads", None, None))
+        if x.q_rank is None:
+            self.q = q
+        else:
+            self.q_up = q
+        # The latent, then the rotary key.
+        self.kv_down = make(
+            x.kv_rank + x.rope_dim, c.hidden_size, axes=(None, "hidden")
+        )
+        self.kv_norm = Norm(x.kv_rank, c, kind="rms", dtype=dtype)
+        # Of each head the keys without positions, then the values.
+        self.kv_up = make(
+            c.num_q_heads,
+            x.nope_dim + x.value_dim,
+            x.kv_rank,
+            axes=("heads", None, None),
+        )
+
+    def _project_latent(self, x: Activations, orientation: Orientation):
+        """Returns queries, normed latents and rotary keys of every row."""
+        o = orientation
+        latent = self.config.latent
+        assert latent is not None
+        if latent.q_rank is None:
+            q = self.q(x, o)
+        else:
+            q = self.q_up(self.q_norm(self.q_down(x, o), o.axis), o)
+        rank = latent.kv_rank
+        kv_latent, key = jnp.split(self.kv_down(x, o), [rank], o.axis)
+        return q, self.kv_norm(kv_latent, o.axis), key
+
+    def _project(
+        self, x: Activations, orientation: Orientation
+    ) -> tuple[rotary.Projected | RecurrentRows, Activations | None]:
+        """Returns the projection of every row, and the gate of the output, if any."""
+        c = self.config
+        o = orientation
+        if self.attention_norm is not None:
+            x = self.attention_norm(x, o.axis)
+        if self.recurrence is not None:
+            return self.mixer.project(x, o)
+        if c.latent is not None:
+            q, latent, key = o.expand(self._project_latent, x)
+            q = o.split_heads(q, (-1, c.head_dim))
+            latent, key = (o.split_heads(y, (y.shape[o.axis],)) for y in (latent, key))
+            up = self.kv_up.weight[...]
+            return rotary.LatentProjection(q, latent, key, up), None
+        qkv = o.split_heads(o.expand(self.qkv, x), self.qkv.weight.shape[:-1])
+        if c.qk_norm:
+            q, k, v = rotary.split_heads(qkv, o.axis)
+            qkv = o.fuse(self.q_norm(q, o.axis), self.k_norm(k, o.axis), v)
+        return qkv, o.expand(self.gate, x) if c.out_gate else None
+
+    def __call__(self, index, kind, x, angles, attend, carry, orientation):
+        """Runs layer `index`, with a kind of attention, on every row.
+
+        `carry` is passed through `attend`.
+        """
+        o = orientation
+        c = self.config
+        if self.recurrence is None and c.latent is not None:
+            projected, gate = self._project(x, o)
+        else:
+            projected, gate = o.map_tiles(self._project, x)
+        if self.recurrence is not None:
+            projected = RecurrentProjection(
+                self.recurrence, projected, self.mixer.weights
+            )
+        has_sinks = c.sinks and self.recurrence is None
+        sinks = self.sinks.bias[...] if has_sinks else None
+        scoring = ScoreTransform(c.score_scale, c.score_cap, sinks=sinks)
+        layer = LayerAttention(index, kind, scoring)
+        y, carry = attend(layer, projected, angles, carry)
+        y = o.join_heads(y).astype(x.dtype)
+        if gate is not None:
+            y = o.map_tiles(self._gate_output, y, gate)
+        if not self.is_mixture:
+            return o.map_tiles(self._add_mlp, x, y), carry, None
+        x = x + self._scale_branch(self.attention_out_norm, self.out(y, o), o)
+        replayed = o.routes
+        if replayed is not None:
+            first = c.num_layers - c.num_mixtures
+            replayed = replayed[:, index - first]
+        y, routing = self.mixture(self._mlp_inputs(x, o), o, replayed)
+        return x + self._scale_branch(self.mlp_out_norm, y, o), carry, routing
+
+    def _gate_output(
+        self, y: Activations, gate: Activations, orientation: Orientation
+    ) -> Activations:
+        """Applies the gate to the output of attention or of the recurrence."""
+        if self.recurrence is not None:
+            return self.mixer.normalize(y, gate, orientation)
+        return y * jax.nn.sigmoid(gate)
+
+    def _add_mlp(
+        self, x: Activations, y: Activations, orientation: Orientation
+    ) -> Activations:
+        """Adds the projected output of attention, and that of the MLP."""
+        o = orientation
+        before = x
+        x = x + self._scale_branch(self.attention_out_norm, self.out(y, o), o)
+        activate = functools.partial(nonlinear.activate, self.config)
+        inputs = before if self.config.residual == "parallel" else x
+        hidden = o.expand(self.up, self._mlp_inputs(inputs, o), activate)
+        return x + self._scale_branch(self.mlp_out_norm, self.down(hidden, o), o)
+
+    def _mlp_inputs(self, x: Activations, orientation: Orientation) -> Activations:
+        return x if self.mlp_norm is None else self.mlp_norm(x, orientation.axis)
+
+    def _scale_branch(
+        self, norm: Norm | None, y: Activations, orientation: Orientation
+    ) -> Activations:
+        """Returns the output of attention or MLP as it is added to the residual."""
+        if norm is not None:
+            y = norm(y, orientation.axis)
+        scale = self.config.residual_scale
+        return y if scale == 1 else y * jnp.asarray(scale, y.dtype)
