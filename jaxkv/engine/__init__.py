@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         VerifyOutput,
     )
     from jaxkv.engine.emitting.logit_rows import LogitsFn, TokenHistory
+    from jaxkv.engine.paging.swapping import clear_swapped
     from jaxkv.engine.parts import EngineParts, EngineRules
     from jaxkv.engine.plan_application import apply_plan, forget_kv
     from jaxkv.engine.requests import DrainedSequences, Requests, cancel, drain, submit
@@ -32,6 +33,5 @@ if TYPE_CHECKING:
         init,
     )
     from jaxkv.engine.steps import StepInfo, plan_step, run_steps, step
-    from jaxkv.engine.swapping import clear_swapped
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -8,8 +8,9 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays, clock, ledger, memory
-from jaxkv.engine import drafting, groups, prefix_caching, swapping
+from jaxkv.engine import drafting, groups
 from jaxkv.engine.drafting import Drafter
+from jaxkv.engine.paging import prefix_caching, swapping
 from jaxkv.engine.state import ALL_KINDS, EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, Head, PageFacts, RequestColumns
 from jaxkv.memory import (

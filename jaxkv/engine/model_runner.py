@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 from jaxkv import arrays
 from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine.drafting import Drafts, Tree
+from jaxkv.engine.paging.recurrent_states import StatePlan, locate_states
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import Pages, Rows
@@ -62,6 +63,7 @@ def feed(
     num_rows: Int32[Array, " slots"],
     forks: Int32[Array, " slots"],
     drafts: Drafts | None = None,
+    state_plan: StatePlan | None = None,
     *,
     config: EngineConfig,
     forward: Forward,
@@ -74,6 +76,7 @@ def feed(
       num_rows: rows of each slot; its drafts are the last of them.
       forks: slot that each slot is forked from, whose logits it gets, or `NO_SEQUENCE`.
       drafts: the drafts; None if there is no drafter.
+      state_plan: the states of recurrent layers; None without such layers.
       config: the engine's configuration.
       forward: the model.
 
@@ -87,11 +90,12 @@ def feed(
 
     num_drafts = None if drafts is None else drafts.num
     tree = None if drafts is None else drafts.tree
-    packed = _pack(state, num_rows, num_drafts, config)
+    slot = jnp.arange(config.max_slots, dtype=jnp.int32)
+    source = jnp.where(forks >= 0, forks, slot)
+    wanted = _RowCounts(num_rows, source, num_drafts, tree, state_plan)
+    packed = _pack(state, wanted, config)
     shape = jax.eval_shape(probe, params, state.pages, packed)
     blank = jnp.zeros((packed.rows.logit_rows.shape[0], shape.shape[1]), shape.dtype)
-    slot = jnp.arange(config.max_slots, dtype=jnp.int32)
-    wanted = _RowCounts(num_rows, jnp.where(forks >= 0, forks, slot), num_drafts, tree)
     run = functools.partial(forward, params)
     if config.numerics == "fast":
         logits, drafted, pages = _feed_fast(run, state, wanted, blank, config)
@@ -128,6 +132,7 @@ class _RowCounts(NamedTuple):
     """Slot whose logits each slot gets."""
     num_drafts: Int32[Array, " slots"] | None
     tree: Tree | None
+    state_plan: StatePlan | None
 
 
 def _feed_fast(
@@ -187,13 +192,14 @@ def _decode(
         slot=None,
         page_ids=state.table.page_ids,
         logit_rows=wanted.source,
+        states=locate_states(wanted.state_plan, None, place, config),
     )
     result = run(state.pages, rows)
     after = state._replace(pages=result.pages)
     if logits.shape[0] == num_rows.shape[0]:
         return result.logits, drafted, after
     # A prompt with log-probabilities may feed one token, which takes a spare logit row.
-    rows = _pack(state, num_rows, None, config).rows
+    rows = _pack(state, wanted._replace(num_drafts=None), config).rows
     assert rows.slot is not None
     slot = arrays.take(rows.slot, rows.logit_rows[: logits.shape[0]], fill=-1)
     slot = arrays.write_prefix(slot, jnp.arange(num_rows.shape[0], dtype=jnp.int32))
@@ -210,8 +216,8 @@ def _run_packed(
 ) -> _Carry:
     """Runs the program of `1 + length` rows per slot; of packed rows if it is None."""
     _, drafted, state = carry
-    num_rows, source, num_drafts, tree = wanted
-    rows = _pack(state, num_rows, num_drafts, config, length).rows
+    _, source, num_drafts, tree, _ = wanted
+    rows = _pack(state, wanted, config, length).rows
     if tree is not None and num_drafts is not None:
         rows = _mask_trees(rows, state.table.length, num_drafts, tree)
     logit_rows = arrays.write_prefix(rows.logit_rows, rows.logit_rows[source])
@@ -277,14 +283,14 @@ def _tile(packed: _PackedRows, index: int | Array) -> Rows:
         position=cut(rows.position),
         slot=cut(rows.slot),
         logit_rows=jnp.where(cut(packed.target) >= 0, every, -1),
+        states=jax.tree.map(cut, rows.states),
     )
 
 
 @jax.named_scope("pack")
 def _pack(
     state: EngineState,
-    num_rows: Int32[Array, " slots"],
-    num_drafts: Int32[Array, " slots"] | None,
+    wanted: _RowCounts,
     config: EngineConfig,
     length: int | None = None,
 ) -> _PackedRows:
@@ -293,6 +299,8 @@ def _pack(
     With a `length`, every slot has exactly `1 + length` rows, padded where it feeds
     fewer.
     """
+    num_rows = wanted.num_rows
+    num_drafts = wanted.num_drafts
     if length is None:
         num_packed = config.token_budget
         length = config.max_drafts
@@ -348,6 +356,7 @@ def _pack(
         slot=slot,
         page_ids=state.table.page_ids,
         logit_rows=logit_rows,
+        states=locate_states(wanted.state_plan, slot, position, config),
     )
     return _PackedRows(rows, target)
 

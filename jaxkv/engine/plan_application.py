@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, ledger, memory
-from jaxkv.engine import beam_search, counts, groups, prefix_caching, swapping
+from jaxkv.engine import beam_search, counts, groups
 from jaxkv.engine.emitting import record_routes
+from jaxkv.engine.paging import prefix_caching, recurrent_states, swapping
 from jaxkv.engine.state import ALL_KINDS, EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, SlotPlan
 from jaxkv.memory import (
@@ -177,6 +178,7 @@ def _preempt_and_admit(
     num_slots = new.source.shape[0]
     stays = jnp.where(source < num_slots, source, NO_SEQUENCE)
     state = state._replace(ledger=books, table=move_slots(state.table, stays))
+    state = recurrent_states.move_states(state, stays)
     # Slot of the first sequence of each admitted request.
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     index = jnp.where(source >= num_slots, source - num_slots, NO_SEQUENCE)
@@ -240,9 +242,11 @@ def forget_kv(
             pool=release_counted(state.pool, cached)[0],
             prefixes=make_prefix_cache(config.num_pages, config.page_size),
         )
+        state = recurrent_states.forget_checkpoints(state)
     if (staging := state.staging) is None:
         return state
     every = jnp.ones(state.sequences.group.shape, bool)
+    state = recurrent_states.forget_swapped_states(state, every)
     empty = make_staging(
         state.pages,
         num_places=0,

@@ -12,8 +12,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxkv import arrays, ledger
-from jaxkv.engine import groups, prefix_caching, swapping
+from jaxkv.engine import groups
 from jaxkv.engine.emitting import record_routes
+from jaxkv.engine.paging import prefix_caching, swapping
 from jaxkv.engine.state import (
     CANCELLED,
     EngineConfig,

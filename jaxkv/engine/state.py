@@ -21,10 +21,12 @@ from jaxkv.memory import (
     Pool,
     PrefixCache,
     Staging,
+    StatePool,
     Table,
     make_pool,
     make_prefix_cache,
     make_staging,
+    make_state_pool,
     make_table,
 )
 from jaxkv.models import NO_EXPERT
@@ -115,6 +117,12 @@ class EngineConfig:
     """Steps per call of the compiled program; the host reads results between calls."""
     prefix_cache: bool = False
     """True if full pages are kept for later requests with the same prefix."""
+    state_interval: int = 64
+    """Tokens between checkpoints of recurrent states in the prefix cache, a multiple of
+    `page_size`; without effect for models without recurrent layers."""
+    num_checkpoints: int = 0
+    """Recurrent states that can be checkpoints; 0 means one for each `state_interval`
+    tokens of the pool."""
     kv_dtype: Literal["model", "int8", "fp8"] = "model"
     """Type of cached K and V: the model's type, or 8 bits with a scale for each token
     and head, which holds about twice as many tokens as 16 bits."""
@@ -146,6 +154,7 @@ class EngineConfig:
             "max_beams",
             "max_swap_pages",
             "max_drafts",
+            "num_checkpoints",
         )
         bounds = {
             "max_length": 2,
@@ -202,6 +211,25 @@ class EngineConfig:
     def max_pages_per_slot(self) -> int:
         """Pages of a sequence of `max_length` tokens."""
         return -(-self.max_length // self.page_size)
+
+    @property
+    def num_states(self) -> int:
+        """States of recurrent layers.
+
+        A step reads one for each slot and writes one for each slot and each draft; with
+        swapping, as many sequences as there are slots keep theirs. Checkpoints are
+        further ones.
+        """
+        num = self.max_slots * (2 + self.max_drafts + (self.max_swap_pages > 0))
+        if not self.prefix_cache:
+            return num
+        every = self.num_pages * self.page_size // self.state_interval
+        return num + self.max_checkpoints_per_step + (self.num_checkpoints or every)
+
+    @property
+    def max_checkpoints_per_step(self) -> int:
+        """Largest number of checkpoints in a step, those of drafts excluded."""
+        return self.max_slots + self.token_budget // self.state_interval
 
     @property
     def num_logit_rows(self) -> int:
@@ -333,6 +361,8 @@ class EngineState(NamedTuple):
     """Beam searches; None if they are disabled."""
     staging: Staging | None
     """Swapped-out pages; None if swapping is disabled."""
+    states: StatePool | None = None
+    """Uses of the states of recurrent layers; None without such layers."""
     memory: PyTree[Array] = None
     """State of the drafter, a pytree of arrays."""
     routes: Int32[Array, "sequences max_length mixtures top_k"] | None = None
@@ -376,9 +406,10 @@ def init(
 
     Raises:
       ValueError: the pages differ from the configuration in size or type, or only one
-        of them records routes.
+        of them records routes; or `state_interval` is no multiple of `page_size`, and
+        there are recurrent layers.
     """
-    for leaf in jax.tree.leaves(pages):
+    for leaf in jax.tree.leaves(pages._replace(states=None)):
         if leaf.shape[1] != config.num_pages:
             raise ValueError(f"{leaf.shape[1]=} must be {config.num_pages=}")
     if pages.layout.kv_dtype != config.kv_dtype:
@@ -389,6 +420,19 @@ def init(
         raise ValueError(
             f"{config.record_routes=} needs pages made with record_routes="
             f"{config.record_routes}"
+        )
+    states = None
+    if pages.states is not None:
+        if config.state_interval % config.page_size:
+            raise ValueError(
+                f"state_interval={config.state_interval} must be a multiple of "
+                f"page_size={config.page_size}"
+            )
+        states = make_state_pool(
+            jax.tree.leaves(pages.states)[0].shape[1],
+            num_slots=config.max_slots,
+            num_sequences=config.max_sequences,
+            num_pages=config.num_pages,
         )
     routes = None
     if (stored := pages.routes) is not None:
@@ -434,6 +478,7 @@ def init(
         )
         if config.max_swap_pages
         else None,
+        states=states,
         memory=memory,
         routes=routes,
     )

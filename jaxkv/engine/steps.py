@@ -22,11 +22,11 @@ from jaxkv.engine import (
     groups,
     model_runner,
     plan_application,
-    prefix_caching,
-    swapping,
 )
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation, VerifyOutput
 from jaxkv.engine.emitting import LogitsFn
+from jaxkv.engine.paging import prefix_caching, recurrent_states, swapping
+from jaxkv.engine.paging.recurrent_states import StatePlan
 from jaxkv.engine.state import (
     ALL_KINDS,
     NOT_ENDED,
@@ -39,6 +39,7 @@ from jaxkv.memory import (
     Eviction,
     Violations,
     count_prefix_faults,
+    count_state_faults,
     count_swap_faults,
     move_tokens,
     shared_writes,
@@ -155,25 +156,31 @@ def step(
     # Drafts are fed after the rows of their slot; `num_rows` excludes them.
     forks = groups.find_forks(state, applied.num_rows, kinds)
     num_rows = applied.num_rows
+    state, state_plan = recurrent_states.plan_states(
+        state, num_rows, None if drafts is None else drafts.num, config
+    )
     result = model_runner.feed(
         params,
         state,
         num_rows if drafts is None else num_rows + drafts.num,
         forks,
         drafts,
+        state_plan,
         config=config,
         forward=forward,
     )
     state = state._replace(pages=result.pages)
     with jax.named_scope("advance"):
-        state = groups.advance_and_fork(state, num_rows, forks, config, kinds)
+        state = groups.advance_and_fork(
+            state, num_rows, forks, config, kinds, state_plan
+        )
     has_logits = (num_rows > 0) | (forks >= 0)
     with jax.named_scope("emit"):
         state, emitted = emitting.emit(
             state, has_logits, result, logits_fn, config, speculation, drafts, kinds
         )
     if drafter is not None:
-        state = _accept(state, emitted, applied, drafts, drafter, config)
+        state = _accept(state, emitted, applied, drafts, drafter, state_plan, config)
     state = _retire(state, emitted, scheduling.holds_finished(policy), eviction)
     info = _info(planned, applied, emitted, state, config, kinds)
     if config.debug:
@@ -191,6 +198,7 @@ def _accept(
     applied: plan_application.AppliedPlan,
     drafts: Drafts | None,
     drafter: Drafter,
+    state_plan: StatePlan | None,
     config: EngineConfig,
 ) -> EngineState:
     """Keeps accepted drafts, releases rejected ones, and updates the drafter."""
@@ -204,7 +212,7 @@ def _accept(
     assert applied.granted is not None
     state = arrays.update_if(
         jnp.any(applied.granted > 0),
-        functools.partial(groups.accept_drafts, config=config),
+        functools.partial(groups.accept_drafts, state_plan=state_plan, config=config),
         state,
         jnp.maximum(num, 0),
         applied.num_places,
@@ -390,6 +398,10 @@ def _audit(state: EngineState, config: EngineConfig) -> Violations:
     if state.prefixes is not None:
         violations = violations._replace(
             i7=count_prefix_faults(state.prefixes, state.pool)
+        )
+    if state.states is not None:
+        violations = violations._replace(
+            states=count_state_faults(state.states, state.table.length)
         )
     if state.staging is None:
         return violations

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         write_features,
         write_routes,
     )
-    from jaxkv.memory.idle_pages import is_idle
     from jaxkv.memory.invariants import (
         InvariantError,
         Violations,
@@ -37,8 +36,10 @@ if TYPE_CHECKING:
         rotate_and_write,
     )
     from jaxkv.memory.kv_pages import (
+        NO_STATE,
         Pages,
         Rows,
+        StateRows,
         check_content,
         copy,
         expand_pages,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         locate,
         move_tokens,
         scatter_pages,
+        state_rows,
         to_host,
     )
     from jaxkv.memory.page_parts import (
@@ -79,7 +81,8 @@ if TYPE_CHECKING:
         reserve,
         truncate,
     )
-    from jaxkv.memory.prefix_cache import (
+    from jaxkv.memory.prefixes.idle_pages import is_idle
+    from jaxkv.memory.prefixes.prefix_cache import (
         PrefixCache,
         count_prefix_faults,
         insert_unpinned,
@@ -87,7 +90,7 @@ if TYPE_CHECKING:
         make_prefix_cache,
         match,
     )
-    from jaxkv.memory.prefix_eviction import (
+    from jaxkv.memory.prefixes.prefix_eviction import (
         Eviction,
         Uses,
         evict,
@@ -95,7 +98,21 @@ if TYPE_CHECKING:
         mark_used,
         rerank,
     )
-    from jaxkv.memory.prefix_transfer import Prefix, export_prefix, import_prefix
+    from jaxkv.memory.prefixes.prefix_transfer import (
+        Prefix,
+        export_prefix,
+        import_prefix,
+    )
+    from jaxkv.memory.state_pool import (
+        StatePool,
+        allocate_states,
+        attach_states,
+        checkpoint_of,
+        checkpointed,
+        count_state_faults,
+        make_state_pool,
+        replace_states,
+    )
     from jaxkv.memory.swap_buffer import (
         Staging,
         copy_in,

@@ -30,6 +30,8 @@ class Violations(NamedTuple):
     """Faults of the prefix cache, see `prefix_cache.count_prefix_faults`."""
     swap: Int32[Array, ""]
     """Faults of the swap buffer, see `swap_buffer.count_swap_faults`."""
+    states: Int32[Array, ""]
+    """Faults of the recurrent states, see `state_pool.count_state_faults`."""
 
 
 class InvariantError(RuntimeError):
@@ -44,6 +46,7 @@ _MEANING = {
     "i5": "I5 (empty slots with a length or a page: {})",
     "i7": "I7 (faults of the prefix cache: {})",
     "swap": "those of the swap buffer (faults: {})",
+    "states": "those of the recurrent states (faults: {})",
 }
 
 
@@ -85,8 +88,8 @@ def violations(
     zero. I4: a row has ceil((length + ahead) / page_size) distinct pages and then
     `NO_PAGE`, and neither number is negative. I5: a slot that is not live is empty.
 
-    Reads every page and sorts every row: for tests and debug mode. I3, I7 and `swap`
-    have functions of their own and are 0 here.
+    Reads every page and sorts every row: for tests and debug mode. I3, I7, `swap`
+    and `states` have functions of their own and are 0 here.
     """
     (total,) = pool.ref.shape
     _, pages_per_slot = table.page_ids.shape
@@ -113,6 +116,7 @@ def violations(
         i5=count(ghost),
         i7=jnp.zeros((), jnp.int32),
         swap=jnp.zeros((), jnp.int32),
+        states=jnp.zeros((), jnp.int32),
     )
 
 

@@ -67,6 +67,10 @@ class Pages(NamedTuple):
     because XLA chooses another layout for an axis of size one and copies.)"""
     routes: Int32[Array, "1 pages mixtures page_size top_k"] | None = None
     """Experts of each token, if they are recorded; see `memory.features`."""
+    states: PyTree[Array] = None
+    """States of recurrent layers, leaves `[layers, states, ...]`; None without such
+    layers. States have numbers of their own, see `memory.state_pool`: functions that
+    copy or move pages leave them as they are."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -103,6 +107,21 @@ class Pages(NamedTuple):
         return jax.tree.leaves(self.k)[0].shape
 
 
+NO_STATE = -1
+"""Number of no state: that of a sequence before its first token, or of nothing to
+write."""
+
+
+class StateRows(NamedTuple):
+    """States of recurrent layers that the rows of a step read and write."""
+
+    source: Int32[Array, " rows"]
+    """State before each row; `NO_STATE` before the first token of a sequence."""
+    target: Int32[Array, " rows"]
+    """State to overwrite with that after the row, the source of the slot's next row;
+    `NO_STATE` on a padding row."""
+
+
 class Rows(NamedTuple):
     """The packed rows of one step: one token each, of any mix of sequences."""
 
@@ -125,6 +144,8 @@ class Rows(NamedTuple):
     ancestors: Bool[Array, "rows columns"] | None = None
     """True if the row also sees place `context + column`: its ancestors in the tree and
     itself. Set together with `context`."""
+    states: StateRows | None = None
+    """States of recurrent layers; None if the state of each slot has its number."""
 
     @property
     def places(self) -> Int32[Array, " rows"]:
@@ -166,6 +187,14 @@ def slots_of(rows: Rows) -> Int32[Array, " rows"]:
             f"{num_rows=} must be a multiple of {num_slots=} when slot is None"
         )
     return jnp.arange(num_rows, dtype=jnp.int32) // (num_rows // num_slots)
+
+
+def state_rows(rows: Rows) -> StateRows:
+    """Returns the states of rows, by default one for each slot, with its number."""
+    if rows.states is not None:
+        return rows.states
+    slot = jnp.where(rows.position >= 0, slots_of(rows), NO_STATE)
+    return StateRows(jnp.where(rows.position > 0, slot, NO_STATE), slot)
 
 
 def _where(
@@ -233,7 +262,12 @@ def copy(
         trips = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
         return lax.fori_loop(0, trips, copy_pages_at, pages)
 
-    return arrays.update_if(jnp.any(wanted), every_one, pages, wanted, source, target)
+    states = pages.states
+    origin = None if origin is None else origin._replace(states=None)
+    copied = arrays.update_if(
+        jnp.any(wanted), every_one, pages._replace(states=None), wanted, source, target
+    )
+    return copied._replace(states=states)
 
 
 def move_tokens(

@@ -6,6 +6,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
@@ -22,7 +23,12 @@ from jaxkv.memory import (
 from jaxkv.models import interface, rotary, row_parts, transformer
 from jaxkv.models.config import AttentionKind, ModelConfig
 from jaxkv.models.interface import Params
-from jaxkv.models.layers import Numerics
+from jaxkv.models.layers import (
+    Numerics,
+    RecurrentProjection,
+    run_recurrent_rows,
+    zero_state,
+)
 from pallas_kernels.page_ops import RotaryCosSin, query_rows
 from pallas_kernels.paged_attention import StepPlan
 
@@ -47,6 +53,11 @@ class PageConfig(Protocol):
         ...
 
     @property
+    def num_states(self) -> int:
+        """States of recurrent layers."""
+        ...
+
+    @property
     def kv_dtype(self) -> Literal["model", "int8", "fp8"]:
         """Dtype of K and V, as in `kv_layout.make_pages`."""
         ...
@@ -63,6 +74,8 @@ def make_model_pages(
     """Makes the K and V arrays of a model for an engine, and features for `taps`.
 
     With `record_routes`, the experts of every token are stored as well.
+
+    Recurrent layers have `num_states` states, and no pages.
 
     With latent attention a token has one row of `kv_rank + rope_dim` numbers per layer,
     whose first `kv_rank` numbers are the values of all query heads.
@@ -83,8 +96,10 @@ def make_model_pages(
     if latent is not None:
         heads = 1
         width = latent.kv_rank + latent.rope_dim
-    return make_pages(
-        num_layers=config.num_layers,
+    if not config.attention_layers:
+        raise ValueError("a model must have a layer with attention to be served")
+    pages = make_pages(
+        num_layers=len(config.attention_layers),
         num_pages=engine.num_pages,
         num_kv_heads=heads,
         page_size=engine.page_size,
@@ -96,6 +111,10 @@ def make_model_pages(
         num_mixtures=config.num_mixtures if record_routes else 0,
         top_k=0 if experts is None else experts.top_k,
     )
+    if config.recurrence is None:
+        return pages
+    shape = len(config.recurrent_layers), engine.num_states
+    return pages._replace(states=zero_state(config.recurrence, shape, dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +155,10 @@ class PagedForward:
                     f"taps={self.taps!r} must be in [0, "
                     f"config.num_layers={self.config.num_layers}]"
                 )
+        if self.layers is not None and self.config.recurrence is not None:
+            raise ValueError(
+                f"layers={self.layers!r} must be None for a model with recurrent layers"
+            )
         if self.taps and self.layers is not None:
             raise ValueError(
                 f"taps={self.taps!r} needs all layers, not layers={self.layers!r}"
@@ -156,6 +179,8 @@ class PagedForward:
           same rows.
         """
         windows = [x for x in self.config.windows if x is not None]
+        if rows.ancestors is not None and self.config.recurrence is not None:
+            raise ValueError("recurrent layers take chains of drafts, no token trees")
         if (kin := rows.ancestors) is not None and windows:
             # With a larger window, places and positions exclude the same keys.
             if (window := min(windows)) <= (num_drafts := kin.shape[1]):
@@ -212,10 +237,13 @@ class PagedForward:
                 numerics=self.numerics,
             )
 
-        plans = {window: plan_for(window) for window in dict.fromkeys(config.windows)}
         run = self.attend or pages.layout.attend
         positions = jnp.maximum(rows.position, 0)
-        kinds = config.attention_kinds
+        kinds = [kind for kind in config.attention_kinds if not kind.is_recurrent]
+        plans = {
+            window: plan_for(window)
+            for window in dict.fromkeys(kind.window for kind in kinds)
+        }
         writers = {
             kind: self._writer(pages, rows, plans.get(kind.window), dtype, kind)
             for kind in kinds
@@ -228,6 +256,19 @@ class PagedForward:
 
         def attend(layer, qkv, angles, pages):
             kind = layer.kind
+            if config.recurrence is not None:
+                # The number of the layer among those of its sort.
+                sort = config.attention_layers
+                if kind.is_recurrent:
+                    sort = config.recurrent_layers
+                every = np.arange(config.num_layers, dtype=np.int32)
+                numbers = np.searchsorted(sort, every).astype(np.int32)
+                layer = layer._replace(index=jnp.asarray(numbers)[layer.index])
+            if isinstance(qkv, RecurrentProjection):
+                y, states = run_recurrent_rows(
+                    qkv, pages.states, layer.index, rows, numerics=self.numerics
+                )
+                return y, pages._replace(states=states)
             if parts.num > 1:  # every device encodes and writes all rows
                 qkv = rotary.map_row_arrays(parts.gather, qkv)
                 angles = turned[kind]

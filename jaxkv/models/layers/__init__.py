@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         multiply,
     )
     from jaxkv.models.layers.norms import Norm
+    from jaxkv.models.layers.paged_states import run_recurrent_rows
     from jaxkv.models.layers.recurrence import (
         CHUNK,
         RecurrentProjection,

@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv.engine import EngineParts, EngineRules
-from jaxkv.memory import prefix_eviction
+from jaxkv.memory.prefixes import prefix_eviction
 from jaxkv.models import PagedForward
 from jaxkv.sampling import Sampling
 from tests.support import engines

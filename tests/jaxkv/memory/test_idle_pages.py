@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv.memory import idle_pages
+from jaxkv.memory.prefixes import idle_pages
 from tests.support.trees import ints
 
 

@@ -21,7 +21,7 @@ from jaxkv.memory import (
 )
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
-from jaxkv.memory.prefix_cache import PrefixCache
+from jaxkv.memory.prefixes.prefix_cache import PrefixCache
 from tests.support.mutation import replace
 from tests.support.oracle import Oracle
 from tests.support.trees import assert_maps, assert_same, ints

@@ -16,9 +16,10 @@ import pytest
 
 from jaxkv import arrays, clock, engine, memory, scheduling
 from jaxkv.engine import EngineConfig, EngineState, init
-from jaxkv.memory import Pages, Rows, prefix_cache, prefix_eviction
+from jaxkv.memory import Pages, Rows
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.memory.prefix_cache import PrefixCache
+from jaxkv.memory.prefixes import prefix_cache, prefix_eviction
+from jaxkv.memory.prefixes.prefix_cache import PrefixCache
 from jaxkv.models import ForwardResult
 from jaxkv.sampling import Sampling
 from tests.support import engines, traces

@@ -8,7 +8,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.memory import prefix_transfer
+from jaxkv.memory.prefixes import prefix_transfer
 from jaxkv.serving.compiling import programs
 from tests.support import engines, mutation
 from tests.support.folders import TOKENIZED

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.engine import prefix_caching
+from jaxkv.engine.paging import prefix_caching
 from jaxkv.scheduling import StepCounter
 from tests.support import engines, moods
 from tests.support.engines import SERVED

@@ -12,11 +12,12 @@ from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
 from jaxkv import arrays
-from jaxkv.memory import kv_pages, page_pool, prefix_cache, prefix_eviction
+from jaxkv.memory import kv_pages, page_pool
 from jaxkv.memory.kv_pages import Pages
 from jaxkv.memory.page_pool import NO_PAGE, Pool
-from jaxkv.memory.prefix_cache import PrefixCache
-from jaxkv.memory.prefix_eviction import Eviction
+from jaxkv.memory.prefixes import prefix_cache, prefix_eviction
+from jaxkv.memory.prefixes.prefix_cache import PrefixCache
+from jaxkv.memory.prefixes.prefix_eviction import Eviction
 
 
 class Prefix(NamedTuple):

@@ -18,10 +18,11 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays
-from jaxkv.memory import idle_pages, page_pool, prefix_cache
-from jaxkv.memory.idle_pages import EVICTION_CHUNK, IdlePages
+from jaxkv.memory import page_pool
 from jaxkv.memory.page_pool import NO_PAGE, Pool
-from jaxkv.memory.prefix_cache import PrefixCache
+from jaxkv.memory.prefixes import idle_pages, prefix_cache
+from jaxkv.memory.prefixes.idle_pages import EVICTION_CHUNK, IdlePages
+from jaxkv.memory.prefixes.prefix_cache import PrefixCache
 
 
 class Uses(NamedTuple):

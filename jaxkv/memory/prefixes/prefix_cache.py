@@ -24,9 +24,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxkv import arrays, validation
-from jaxkv.memory import idle_pages, page_pool
-from jaxkv.memory.idle_pages import IdlePages
+from jaxkv.memory import page_pool
 from jaxkv.memory.page_pool import NO_PAGE, Pool
+from jaxkv.memory.prefixes import idle_pages
+from jaxkv.memory.prefixes.idle_pages import IdlePages
 
 BUCKET_SIZE = 8
 """Pages in a bucket. There are two to four buckets for each page: if all pages are

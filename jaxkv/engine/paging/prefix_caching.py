@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxkv import arrays, memory
+from jaxkv.engine.paging import recurrent_states
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import (
     NO_PAGE,
@@ -79,6 +80,7 @@ def match_prefixes(
         ids = memory.match(
             cache, s.tokens[sequence], num_tokens, s.salt[sequence], wanted
         )
+        ids = recurrent_states.cut_to_checkpoints(state, ids)
         marks = jnp.stack([ids != NO_PAGE, is_idle(cache.idle, ids)])
         return ids, jnp.sum(marks, axis=2, dtype=jnp.int32)
 
@@ -126,6 +128,7 @@ def start_on_cached_pages(
     if state.prefixes is None:
         return state
     ids = jnp.where((slot >= 0)[:, None], prefix_match.page_ids, NO_PAGE)
+    state = recurrent_states.start_on_checkpoints(state, ids, slot)
     table = state.table
     s = state.sequences
     sequence = arrays.take(state.slots.sequence, slot, fill=-1)
@@ -175,6 +178,7 @@ def release_slots(
     if cache is not None:
         cache = mark_idle(cache, rows, left, rule)
     table = clear_slots(state.table, is_released)
+    state = recurrent_states.release_states(state, is_released)
     return state._replace(pool=pool, table=table, prefixes=cache)
 
 

@@ -1,0 +1,1 @@
+"""Pages and states of sequences: the prefix cache, swapping, recurrent states."""

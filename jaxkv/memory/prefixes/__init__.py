@@ -1,0 +1,1 @@
+"""The prefix cache: entries, order of eviction, and transfer to another pool."""
