@@ -48,8 +48,14 @@ def init_cache(pages: Pages, *, max_slots: int, max_length: int) -> Cache:
     model.
 
     Raises:
-      ValueError: `max_slots` or `max_length` is below 1.
+      ValueError: `max_slots` or `max_length` is below 1, or the model has recurrent
+        layers, whose states only an engine keeps.
     """
+    if pages.states is not None:
+        raise ValueError(
+            "models with recurrent layers must be served by an engine, see "
+            "engine.run_steps: a cache of pages alone has no states to fork"
+        )
     max_length = validation.integer("max_length", max_length, low=1)
     return Cache(
         pages,

@@ -168,6 +168,8 @@ def _by_tiles(
         num_pages=num * columns,
         page_size=PAGE_SIZE,
         max_length=max(2, length),
+        max_slots=num,  # recurrent layers have a state for each sequence
+        token_budget=max(num, ROW_TILE),
     )
     dtype = params["embed"]["weight"].dtype
     pages = make_model_pages(options.config, bounds, dtype=dtype)

@@ -121,8 +121,7 @@ class EngineConfig:
     """Tokens between checkpoints of recurrent states in the prefix cache, a multiple of
     `page_size`; without effect for models without recurrent layers."""
     num_checkpoints: int = 0
-    """Recurrent states that can be checkpoints; 0 means one for each `state_interval`
-    tokens of the pool."""
+    """Recurrent states that can be checkpoints; 0 means four for each slot."""
     kv_dtype: Literal["model", "int8", "fp8"] = "model"
     """Type of cached K and V: the model's type, or 8 bits with a scale for each token
     and head, which holds about twice as many tokens as 16 bits."""
@@ -223,8 +222,8 @@ class EngineConfig:
         num = self.max_slots * (2 + self.max_drafts + (self.max_swap_pages > 0))
         if not self.prefix_cache:
             return num
-        every = self.num_pages * self.page_size // self.state_interval
-        return num + self.max_checkpoints_per_step + (self.num_checkpoints or every)
+        num_checkpoints = self.num_checkpoints or 4 * self.max_slots
+        return num + self.max_checkpoints_per_step + num_checkpoints
 
     @property
     def max_checkpoints_per_step(self) -> int:

@@ -225,7 +225,8 @@ class PagedForward:
         dtype = model.embed.weight[...].dtype
         config = self.config
         # Of this device.
-        num_q_heads = model.layers[0].out.weight.shape[-1] // config.value_dim
+        attention = next(x for x in model.layers if x.recurrence is None)
+        num_q_heads = attention.out.weight.shape[-1] // config.value_dim
 
         def plan_for(window: int | None) -> StepPlan | None:
             return pages.layout.plan(

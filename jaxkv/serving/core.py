@@ -34,6 +34,7 @@ from jaxkv.scheduling import Policy
 from jaxkv.serving import (
     interrupts,
     outputs,
+    refusals,
     request_batch,
     tuning,
     weights,
@@ -58,9 +59,11 @@ class EngineCore(StepLoop):
           NumPy arrays of K and V of the cached pages, and the number of pages.
 
         Raises:
-          ValueError: there is no prefix cache, there are too many tokens, a token is
-            not in the vocabulary, or the salt is out of range.
+          ValueError: there is no prefix cache, the model has recurrent layers, there
+            are too many tokens, a token is not in the vocabulary, or the salt is out of
+            range.
         """
+        refusals.check_prefixes_move(self.state)
         prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
         with self._lock:
             self._refuse_if_lost()
@@ -85,9 +88,11 @@ class EngineCore(StepLoop):
           Number of pages of the prefix that are cached now.
 
         Raises:
-          ValueError: there is no prefix cache, the arrays do not fit this engine's, a
-            token is not in the vocabulary, or the salt is out of range.
+          ValueError: there is no prefix cache, the model has recurrent layers, the
+            arrays do not fit this engine's, a token is not in the vocabulary, or the
+            salt is out of range.
         """
+        refusals.check_prefixes_move(self.state)
         prefix = request_batch.prefix_of(tokens, salt, self.config, self._vocab_size)
         prefix, slot_pages = request_batch.pad_pages(
             prefix, pages, self.state.pages, self.config

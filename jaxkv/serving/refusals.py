@@ -14,6 +14,7 @@ from jaxkv.engine import (
     EngineConfig,
     EngineParts,
     EngineRules,
+    EngineState,
     Speculation,
     Verifier,
 )
@@ -60,6 +61,10 @@ def check_parts(parts: EngineParts, rules: EngineRules) -> EngineParts:
     has_tree = speculation is not None and speculation.drafter.width > 1
     if has_tree and config.numerics == "reproducible":
         raise ValueError(REPRODUCIBLE_TREES)
+    if has_tree and parts.pages.states is not None:
+        raise ValueError(
+            "models with recurrent layers take chains of drafts, no token trees"
+        )
     size = parts.vocab_size
     if size is not None:
         size = validation.integer("vocab_size", size, low=1)
@@ -70,6 +75,19 @@ def check_parts(parts: EngineParts, rules: EngineRules) -> EngineParts:
     if len(eos_ids) > config.max_stop_tokens:
         raise ValueError(f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}")
     return dataclasses.replace(parts, eos_ids=tuple(eos_ids), vocab_size=size)
+
+
+def check_prefixes_move(state: EngineState) -> None:
+    """Checks that cached prefixes can move to another engine.
+
+    Raises:
+      ValueError: the model has recurrent layers, whose states stay.
+    """
+    if state.states is not None:
+        raise ValueError(
+            "cached prefixes of a model with recurrent layers cannot move to another "
+            "engine: their pages lack the states; serve it without disaggregation"
+        )
 
 
 @runtime_checkable

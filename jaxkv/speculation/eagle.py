@@ -134,8 +134,13 @@ class EagleConfig:
     @property
     def layer(self) -> ModelConfig:
         """Shape of a model with the drafter's single layer."""
+        target = self.target
+        if target.recurrence is not None:
+            target = dataclasses.replace(
+                target, recurrence=None, other_attention=(), attention_pattern=(0,)
+            )
         return dataclasses.replace(
-            self.target, num_layers=1, num_ahead_layers=0, experts=None
+            target, num_layers=1, num_ahead_layers=0, experts=None
         )
 
     def param_shapes(self, dtype: DTypeLike = "float32") -> Params:

@@ -332,6 +332,11 @@ def _build_with_draft_model(
             f"the draft model's {draft.config.vocab_size=} must be the served model's "
             f"{model.config.vocab_size}"
         )
+    if draft.config.recurrence is not None:
+        raise ValueError(
+            "a draft model must have no recurrent layers: its states would have to "
+            "follow accepted drafts"
+        )
     bounds = target.config
     draft = _add_few_row_weights(draft, bounds)
     draft_forward = PagedForward(draft.config, bounds.numerics)

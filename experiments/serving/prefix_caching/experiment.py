@@ -9,9 +9,13 @@ which needs all prompts in advance and computes every page once, the optimum.
 A hit rate is pages found / pages of all prompts. Pool sizes are relative to the number
 of distinct pages; a pool that holds them all never evicts. The run takes 10 minutes on
 one core.
+
+Models with recurrent layers can start on cached pages only at a checkpoint of their
+state. For the sizes of such a model, checkpoints at several intervals share the same
+memory with the pages.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -19,6 +23,7 @@ import numpy as np
 from experiments import lab
 from experiments.serving.prefix_caching import serving, workloads
 from experiments.serving.prefix_caching.serving import EVICTIONS, Eviction
+from experiments.serving.prefix_caching.workloads import PromptPages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +37,7 @@ ORDER_NAMES = {
 """Orders of service with their labels."""
 
 
+OpenShare = Annotated[float, lab.Range(0, 1, "()")]
 OpenShares = Annotated[tuple[float, ...], lab.Range(0, 1, "()")]
 
 
@@ -61,6 +67,20 @@ class Config(lab.ConfigRecord):
     random. Other orders use the first rule."""
     seed: lab.NonNegativeInt = 0
     """Seed of the generated prompts."""
+    intervals: tuple[lab.PositiveInt, ...] = (16, 64, 256)
+    """Tokens between checkpoints of recurrent layers, multiples of the tokens of a
+    page; workloads with larger pages are left out. Empty for none."""
+    memories_gib: tuple[lab.PositiveInt, ...] = (32, 128)
+    """Memory of pages and checkpoints together, in GiB."""
+    checkpoint_share: OpenShare = 0.75
+    """Part of the memory that checkpoints have."""
+    page_kib: lab.PositiveInt = 384
+    """Bytes of K and V of `workloads.PAGE_SIZE` tokens, in KiB. The default is that of
+    Qwen3-Next-80B-A3B in 16 bits: 12 layers of 2 heads of 256 numbers."""
+    state_kib: lab.PositiveInt = 75_456
+    """Bytes of a checkpoint, in KiB. The default is that of Qwen3-Next-80B-A3B: 36
+    layers of 32 states of 128 x 128 numbers in 32 bits, and 3 inputs of convolutions of
+    8,192 numbers in 16 bits."""
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -79,6 +99,10 @@ CONFIGS = {
         num_questions=8,
         shares=(1 / 4, 1 / 2),
         window=8,
+        intervals=(16, 32),
+        memories_gib=(1,),
+        page_kib=16_384,
+        state_kib=131_072,
     ),
 }
 
@@ -137,11 +161,28 @@ class CacheHitRates(CacheRuns):
         return rates.at(np.argsort(rates.pool))
 
 
+class CheckpointRuns(lab.ResultTable):
+    """Cached pages of a model with recurrent layers, in order of arrival."""
+
+    workload: lab.Texts = lab.column("name of the workload")
+    interval: lab.Ints = lab.column("tokens between checkpoints")
+    memory_gib: lab.Ints = lab.column("memory in GiB; 0 holds everything")
+    pool: lab.Ints = lab.column("pages of the pool", key="pool_pages")
+    num_checkpoints: lab.Ints = lab.column("checkpoints", key="checkpoints")
+    num_cached: lab.Ints = lab.column("cached pages, summed over prompts")
+    num_shareable: lab.Ints = lab.column(
+        "pages up to the last border of an interval that an earlier prompt has too"
+    )
+
+
 class Result(lab.ResultRecord):
     """Workloads and servings."""
 
     loads: WorkloadTable = lab.column("workloads", key="workloads")
     runs: CacheRuns = lab.column("servings", is_reported=False)
+    checkpoint_runs: CheckpointRuns = lab.column(
+        "servings with recurrent layers", key="checkpoint_runs"
+    )
 
     @property
     @lab.computed_column(key="runs")
@@ -215,14 +256,78 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
         (x.name, len(x.page_ids), x.num_pages, x.num_distinct, x.longest, x.page_size)
         for x in loads
     ]
-    return Result(WorkloadTable.of(described), CacheRuns.of(rows))
+    return Result(
+        WorkloadTable.of(described),
+        CacheRuns.of(rows),
+        CheckpointRuns.of(list(_run_with_checkpoints(config, loads, progress))),
+    )
+
+
+def _run_with_checkpoints(
+    config: Config, loads: Sequence[PromptPages], progress: lab.Progress
+) -> Iterator[tuple]:
+    """Serves workloads with checkpoints: all of them, then those that fit a memory."""
+    settings = [
+        (load, interval, memory)
+        for load in loads
+        for interval in config.intervals
+        for memory in (0, *config.memories_gib)
+        if load.page_size == workloads.PAGE_SIZE and not interval % load.page_size
+    ]
+    for load, interval, memory in progress.track(settings, "checkpoints", "runs"):
+        pages = interval // load.page_size
+        pool = load.num_distinct + 1
+        num_checkpoints = load.num_distinct
+        if memory:
+            kib = memory * 2**20
+            pool = int(kib * (1 - config.checkpoint_share)) // config.page_kib
+            pool = min(max(pool, load.longest + 1), load.num_distinct + 1)
+            num_checkpoints = int(kib * config.checkpoint_share) // config.state_kib
+        hits = serving.serve_prompts(
+            serving.make_cache_engine(
+                pool, load.longest, 1, interval=pages, num_checkpoints=num_checkpoints
+            ),
+            load.page_ids,
+            progress=progress,
+        )
+        if hits is None:
+            return
+        shareable = workloads.count_shareable(load.page_ids, pages)
+        sizes = pool, num_checkpoints, hits.num_cached.sum(), shareable
+        yield load.name, interval, memory, *sizes
 
 
 def summary(result: Result) -> list[lab.ReportPart]:
     """Returns a table of hit rates for each workload that was served."""
     loads = result.loads.rows()
     served = result.rated.distinct("workload")
-    return [_sheet(load, result.rated) for load in loads if load["name"] in served]
+    sheets = [_sheet(load, result.rated) for load in loads if load["name"] in served]
+    if len(result.checkpoint_runs):
+        sheets.append(_checkpoint_sheet(result))
+    return sheets
+
+
+def _checkpoint_sheet(result: Result) -> lab.Sheet:
+    sizes = {load["name"]: load["pages"] for load in result.loads.rows()}
+    rows = [
+        [
+            run["workload"],
+            f"{run['interval']:,}",
+            f"{run['memory_gib']:,} GiB" if run["memory_gib"] else "all",
+            f"{run['pool_pages']:,}",
+            f"{run['checkpoints']:,}",
+            lab.format_percent(run["num_cached"] / sizes[run["workload"]]),
+            lab.format_percent(run["num_cached"] / max(run["num_shareable"], 1)),
+        ]
+        for run in result.checkpoint_runs.rows()
+    ]
+    heads = ["prompts", "interval, tokens", "memory", "pages", "checkpoints"]
+    heads += ["pages found", "of those before the last checkpoint"]
+    note = (
+        "The last column is relative to the pages up to the last border of an interval "
+        "that an earlier prompt has too."
+    )
+    return lab.Sheet("pages found with recurrent layers", heads, rows, note)
 
 
 def _sheet(load: dict[str, Any], rated: CacheHitRates) -> lab.Sheet:
@@ -260,6 +365,7 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     loads = result.loads.rows()
     rated = result.rated
     load_claims = [claim for load in loads for claim in _of_load(load, rated)]
+    load_claims += _of_checkpoints(result)
     for id in CLAIMS.ids:
         yield from (claim for claim in load_claims if claim.id == id)
     eager = [rated.curve(load["name"], "cached_first").rate for load in loads]
@@ -270,6 +376,13 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
         yield lab.measured("average", 100 * float(np.mean(shares)))
         yield lab.measured("lowest", 100 * float(rates.min()))
         yield lab.measured("highest", 100 * float(rates.max()))
+
+
+def _of_checkpoints(result: Result) -> Iterator[lab.MeasuredValue]:
+    runs = result.checkpoint_runs.where(memory_gib=0)
+    if len(runs):
+        shares = runs.num_cached / runs.num_shareable
+        yield lab.measured("checkpoints", 100 * float(shares.min()))
 
 
 def _of_load(load: dict[str, Any], rated: CacheHitRates) -> Iterator[lab.MeasuredValue]:

@@ -6,7 +6,6 @@ pages, so an id represents the tokens of a page. A page has `PAGE_SIZE` tokens h
 independent of the page size of the workload.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -46,7 +45,14 @@ class CacheHits(NamedTuple):
     turn: Int[np.ndarray, " requests"]
 
 
-def make_cache_engine(num_pages: int, longest: int, window: int) -> Stepper:
+def make_cache_engine(
+    num_pages: int,
+    longest: int,
+    window: int,
+    *,
+    interval: int = 0,
+    num_checkpoints: int = 0,
+) -> Stepper:
     """Builds an engine that serves one request at a time; the first call compiles it.
 
     A request finds the pages of all requests before it, so that hits depend only on the
@@ -56,6 +62,9 @@ def make_cache_engine(num_pages: int, longest: int, window: int) -> Stepper:
       num_pages: pages of the largest pool.
       longest: pages of the longest prompt.
       window: waiting requests that the policy sees.
+      interval: pages between checkpoints of recurrent layers; 0 for a model without
+        such layers.
+      num_checkpoints: number of checkpoints, at least 1 with an interval.
     """
     tokens = PAGE_SIZE * longest + 2
     config = EngineConfig(
@@ -69,16 +78,22 @@ def make_cache_engine(num_pages: int, longest: int, window: int) -> Stepper:
         token_budget=max(tokens, window),
         steps_per_call=STEPS_PER_CALL,
         prefix_cache=True,
+        state_interval=PAGE_SIZE * max(interval, 1),
+        num_checkpoints=num_checkpoints,
     )
-    make_pages = functools.partial(
-        memory.make_pages,
-        num_layers=1,
-        num_pages=num_pages,
-        num_kv_heads=2,  # with 1 head or place, the layout changes every step
-        page_size=PAGE_SIZE,
-        head_dim=2,
-        dtype="float32",
-    )
+
+    def make_pages() -> Pages:
+        pages = memory.make_pages(
+            num_layers=1,
+            num_pages=num_pages,
+            num_kv_heads=2,  # with 1 head or place, the layout changes every step
+            page_size=PAGE_SIZE,
+            head_dim=2,
+            dtype="float32",
+        )
+        if not interval:
+            return pages
+        return pages._replace(states=jnp.zeros((1, config.num_states, 1)))
 
     def no_model(params: None, pages: Pages, rows: Rows) -> ForwardResult:
         """Leaves the pages as they are; the next token is 0."""

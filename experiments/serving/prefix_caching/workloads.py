@@ -63,6 +63,17 @@ def depth_first_order(prompts: Sequence[Sequence[int]]) -> list[int]:
     return sorted(range(len(prompts)), key=lambda i: tuple(prompts[i]))
 
 
+def count_shareable(prompts: Sequence[Sequence[int]], interval: int) -> int:
+    """Counts pages that earlier prompts have too, up to a multiple of `interval`."""
+    seen: set[int] = set()
+    total = 0
+    for ids in prompts:
+        num = next((i for i, page in enumerate(ids) if page not in seen), len(ids))
+        total += num - num % interval
+        seen |= {*ids}
+    return total
+
+
 def read_prompt_pages(name: str) -> PromptPages:
     """Reads a recording with chunk ids.
 

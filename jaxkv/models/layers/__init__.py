@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         MIN_CAST_ROWS,
         ROW_TILE,
         Activations,
+        ExpertLinear,
         Function,
         Linear,
         Numerics,

@@ -111,10 +111,11 @@ def run_tokens(
     def one(
         state: RecurrentState, row: RecurrentRows
     ) -> tuple[RecurrentState, tuple[RecurrentState, Array]]:
-        window = jnp.concatenate([state.inputs, row.mixed[None]])
-        convolved = _convolve(window, projection.weights)[0]
-        token = _prepare(projection._replace(rows=row), convolved)
-        matrix, y = _advance(state.matrix, token)
+        rows = jax.tree.map(lambda x: x[None], row)
+        window = jnp.concatenate([state.inputs, rows.mixed])
+        convolved = _convolve(window, projection.weights)
+        token = _prepare(projection._replace(rows=rows), convolved)
+        matrix, y = _advance(state.matrix, jax.tree.map(lambda x: x[0], token))
         state = RecurrentState(window[1:], matrix)
         return state, (state, y.reshape(-1).astype(row.mixed.dtype))
 
@@ -200,16 +201,16 @@ def _convolve(
     kernel = weights.kernel
     size = kernel.shape[1]
     rows = len(window) - size + 1
-    y = window[:rows] * kernel[:, 0]
+    y = window[:rows] * kernel[None, :, 0]
     for tap in range(1, size):
-        y = y + window[tap : tap + rows] * kernel[:, tap]
-    return y if weights.kernel_bias is None else y + weights.kernel_bias
+        y = y + window[tap : tap + rows] * kernel[None, :, tap]
+    return y if weights.kernel_bias is None else y + weights.kernel_bias[None]
 
 
 def _prepare(
-    projection: RecurrentProjection, convolved: Float[Array, "*rows channels"]
+    projection: RecurrentProjection, convolved: Float[Array, "rows channels"]
 ) -> _Token:
-    """Returns the inputs of the recurrence of rows, or of one row."""
+    """Returns the inputs of the recurrence of every row."""
     c, rows, weights = projection
     wide = np.promote_types(convolved.dtype, np.float32)
     active = nonlinear.ACTIVATIONS[c.activation](convolved).astype(wide)
@@ -224,18 +225,18 @@ def _prepare(
         )
         q = q * c.key_dim**-0.5
     q, k = (jnp.repeat(x, c.num_value_heads // c.num_key_heads, -2) for x in (q, k))
-    step = rows.decay.astype(wide) + weights.decay_bias.astype(wide)
+    step = rows.decay.astype(wide) + weights.decay_bias.astype(wide)[None]
     step = jax.nn.softplus(step).reshape(*step.shape[:-1], c.num_value_heads, -1)
     skipped = None
     if c.kind == "mamba2":
         step = jnp.clip(step, c.min_step, c.max_step)
         assert weights.skip is not None
-        skipped = v * weights.skip.astype(wide)[:, None]
+        skipped = v * weights.skip.astype(wide)[None, :, None]
         v = v * step
     strength = rows.strength
     if strength is not None:
         strength = jax.nn.sigmoid(strength.astype(wide)) * c.write_scale
-    rate = jnp.exp(weights.decay_rate.astype(wide))[:, None]
+    rate = jnp.exp(weights.decay_rate.astype(wide))[None, :, None]
     return _Token(q, k, v, -rate * step, strength, skipped)
 
 

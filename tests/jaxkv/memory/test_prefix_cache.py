@@ -13,14 +13,12 @@ from jaxkv import arrays, memory
 from jaxkv.memory import (
     advance_lengths,
     clear_slots,
-    idle_pages,
     make_table,
     page_pool,
-    prefix_cache,
-    prefix_eviction,
 )
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.page_table import Table
+from jaxkv.memory.prefixes import idle_pages, prefix_cache, prefix_eviction
 from jaxkv.memory.prefixes.prefix_cache import PrefixCache
 from tests.support.mutation import replace
 from tests.support.oracle import Oracle

@@ -366,18 +366,18 @@ def test_attention_over_parts_equals_the_whole(
     ancestors[slot != 1] = False
     position, slot = (np.append(x, np.int32(-1)) for x in (position, slot))
     ancestors = np.pad(ancestors, ((0, 1), (0, 0)))
-    tree: Any = {}
-    if with_tree:
-        context = jnp.asarray([-1, start[1], -1], jnp.int32)
-        tree = {"context": context, "ancestors": jnp.asarray(ancestors)}
     rows = Rows(
         token=jnp.zeros(16, jnp.int32),
         position=jnp.asarray(position),
         slot=jnp.asarray(slot),
         page_ids=jnp.asarray(draw.permutation(14)[:12].reshape(3, 4), jnp.int32),
         logit_rows=jnp.arange(16, dtype=jnp.int32),
-        **tree,
     )
+    if with_tree:
+        rows = rows._replace(
+            context=jnp.asarray([-1, start[1], -1], jnp.int32),
+            ancestors=jnp.asarray(ancestors),
+        )
     rows = rows._replace(page_ids=jnp.tile(rows.page_ids, (1, 2))[:, :6])
     q = jnp.asarray(draw.normal(size=(16, 4, 4)), jnp.float32)
 
