@@ -144,6 +144,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"max_s": 0.0}, "max_s=0.0 must be above 0"),
     ],
     "bench_simulate": [({"num_python": 9}, "num_python=9 must be in [1, ")],
+    "bench_start": [({"rounds": 0}, "rounds=0 must be at least 1")],
     "bench_train": [
         ({"width": (6,)}, "width=(6,) must be multiples of"),
         ({"rounds": 0}, "rounds=0 must be at least 1"),

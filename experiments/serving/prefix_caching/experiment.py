@@ -91,6 +91,7 @@ class Config(lab.ConfigRecord):
 
 CONFIGS = {
     "real": Config(),
+    "hybrids": Config(trace="", shares=(), evictions=("lru",)),
     "smoke": Config(
         trace="",
         num_users=6,

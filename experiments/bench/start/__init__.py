@@ -1,0 +1,1 @@
+"""Time from the start of a process to its first answer."""
