@@ -63,6 +63,8 @@ class EngineFields(TypedDict, total=False):
     numerics: Literal["fast", "reproducible"]
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     record_routes: bool
+    state_interval: int
+    num_checkpoints: int
     seed: int
     debug: bool
 

@@ -98,7 +98,10 @@ def read_positions(
     [beta] = growth
     size = int(fields["head_dim"] * share)
     return {
-        **vars(first),
+        "window": first.window,
+        "positions": first.positions,
+        "rope_theta": first.rope_theta,
+        "rope_scaling": first.rope_scaling,
         "other_attention": tuple(others),
         "attention_pattern": _period_of(numbers),
         "rotary_size": None if size == fields["head_dim"] else size,
