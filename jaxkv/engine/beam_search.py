@@ -17,8 +17,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays, ledger, memory, sampling
+from jaxkv.engine import paging
 from jaxkv.engine.groups import group_of_slots, is_beam
-from jaxkv.engine.paging import recurrent_states
 from jaxkv.engine.state import (
     LENGTH_REACHED,
     NOT_A_NUMBER,
@@ -121,7 +121,7 @@ def _search(
         state.pool, state.table, keep, page_size=config.page_size
     )
     pool, table = memory.reorder(pool, table, source)
-    state = recurrent_states.fork_states(state, source)
+    state = paging.fork_states(state, source)
     state = state._replace(pool=pool, table=table)
     row = jnp.where(is_searched, sequence, NO_SEQUENCE)
     num_tokens = state.slots.num_tokens

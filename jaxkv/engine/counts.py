@@ -8,9 +8,8 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays, clock, ledger, memory
-from jaxkv.engine import drafting, groups
+from jaxkv.engine import drafting, groups, paging
 from jaxkv.engine.drafting import Drafter
-from jaxkv.engine.paging import prefix_caching, swapping
 from jaxkv.engine.state import ALL_KINDS, EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, Head, PageFacts, RequestColumns
 from jaxkv.memory import (
@@ -56,7 +55,7 @@ def observe_engine(
     config: EngineConfig,
     drafter: Drafter | None = None,
     kinds: RequestKinds = ALL_KINDS,
-) -> tuple[Counts, prefix_caching.PrefixMatch]:
+) -> tuple[Counts, paging.PrefixMatch]:
     """Returns the `Counts` for the policy, and the cached pages of waiting requests."""
     s = state.sequences
     slots = state.slots
@@ -72,9 +71,7 @@ def observe_engine(
     first = jnp.min(first, axis=1)
     first = jnp.where(first < config.max_sequences, first, 0)
     looks = has_arrived & ~is_out
-    prefix_match = prefix_caching.match_prefixes(
-        state, first, head.num_to_feed, looks, config
-    )
+    prefix_match = paging.match_prefixes(state, first, head.num_to_feed, looks, config)
     goal = groups.tokens_to_feed(state)
     pages = num_pages(state.table, page_size=size)
     group = groups.group_of_slots(state)
@@ -93,8 +90,8 @@ def observe_engine(
             swap_pages=shares.moved,
             copies=shares.copies,
             group=shares.first,
-            free_pages=state.pool.num_free + prefix_caching.num_idle(state),
-            free_swap_pages=swapping.num_free_swap_pages(state),
+            free_pages=state.pool.num_free + paging.num_idle(state),
+            free_swap_pages=paging.num_free_swap_pages(state),
         ),
         num_pages=config.num_pages,
         page_size=size,
@@ -104,7 +101,7 @@ def observe_engine(
     in_prompt = length < arrays.take(s.prompt_length, slots.sequence, fill=0)
     keep_logprobs = arrays.take(s.keep_prompt_logprobs, slots.sequence, fill=False)
     # BLOCKED, since a policy skips unmarked rows and later requests may not overtake.
-    ready = has_arrived & ~swapping.is_on_host(state, head.request)
+    ready = has_arrived & ~paging.is_on_host(state, head.request)
     wanted = (
         counts.waiting_pages + prefix_match.num_idle - prefix_match.num_tokens // size
     )
@@ -140,7 +137,7 @@ def used_places(
         tokens = own_tokens(length, shares.others, page_size=size)
         return jnp.sum(tokens, dtype=jnp.int32)
 
-    cached = size * prefix_caching.num_used(state)
+    cached = size * paging.num_used(state)
     group = groups.group_of_slots(state)
     return cached + _if_shared(count_tokens, state, group, length, config, kinds)
 
@@ -170,7 +167,7 @@ def _if_shared[T](
 
     def count_cached() -> tuple[Array, Array]:
         """Counts the cached pages of each slot, and `_Shares.idle`."""
-        pinned = prefix_caching.is_pinned(state, table.page_ids)
+        pinned = paging.is_pinned(state, table.page_ids)
         if pinned is None:
             return jnp.zeros_like(group), jnp.zeros_like(group)
         # One use is that of the cache.
@@ -185,7 +182,7 @@ def _if_shared[T](
 
     def search() -> T:
         holder = memory.holders(table, group)
-        pinned = prefix_caching.is_pinned(state, table.page_ids)
+        pinned = paging.is_pinned(state, table.page_ids)
         _, idle = count_cached()
         owned = owned_pages(table, holder, pinned=pinned)
         copies = needs_copy(pool, table, rows, page_size=size)
@@ -194,7 +191,7 @@ def _if_shared[T](
                 first=ledger.find_groups(group).first,
                 others=num_pages(table, page_size=size) - owned,
                 idle=idle,
-                moved=swapping.num_to_move(state, holder, page_size=size),
+                moved=paging.num_to_move(state, holder, page_size=size),
                 copies=copies.astype(jnp.int32),
             )
         )

@@ -14,8 +14,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, ledger, memory
-from jaxkv.engine.paging import prefix_caching, recurrent_states
-from jaxkv.engine.paging.recurrent_states import StatePlan
+from jaxkv.engine import paging
+from jaxkv.engine.paging import StatePlan
 from jaxkv.engine.state import EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, Fork, Groups
 from jaxkv.memory import advance_lengths
@@ -95,8 +95,8 @@ def advance_and_fork(
     """Counts the fed rows as written, and forks the slots of `find_forks`."""
     length = state.table.length
     state = state._replace(table=advance_lengths(state.table, num_rows))
-    state = prefix_caching.insert_filled_pages(state, length, config)
-    state = recurrent_states.advance_states(state, state_plan, length, config)
+    state = paging.insert_filled_pages(state, length, config)
+    state = paging.advance_states(state, state_plan, length, config)
     if not kinds.grouped:
         return state
 
@@ -104,7 +104,7 @@ def advance_and_fork(
         size = config.page_size
         pool, table = memory.fork(state.pool, state.table, forks, page_size=size)
         slots = ledger.record_forks(state.slots, forks >= 0, table.length)
-        state = recurrent_states.fork_states(state, forks)
+        state = paging.fork_states(state, forks)
         return state._replace(pool=pool, table=table).with_slots(slots)
 
     return arrays.update_if(jnp.any(forks >= 0), fork, state, forks)
@@ -128,8 +128,8 @@ def accept_drafts(
     """
     before = state.table.length
     state = state._replace(table=advance_lengths(state.table, num))
-    state = prefix_caching.insert_filled_pages(state, before, config)
-    state = recurrent_states.advance_states(state, state_plan, before, config)
+    state = paging.insert_filled_pages(state, before, config)
+    state = paging.advance_states(state, state_plan, before, config)
     pool, table = memory.truncate(
         state.pool, state.table, keep, page_size=config.page_size
     )
@@ -169,7 +169,7 @@ def promote_fork_waiter(
         waits=waits,
         num_given=jnp.where(succeeds, table.length, fork.num_given),
     )
-    state = recurrent_states.fork_states(state, source)
+    state = paging.fork_states(state, source)
     state = state._replace(pool=pool, table=table)
     return state.with_slots(state.slots._replace(fork=fork))
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 from jaxkv import arrays
 from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine.drafting import Drafts, Tree
-from jaxkv.engine.paging.recurrent_states import StatePlan, locate_states
+from jaxkv.engine.paging import StatePlan, locate_states
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import Pages, Rows

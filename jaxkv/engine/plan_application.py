@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, ledger, memory
-from jaxkv.engine import beam_search, counts, groups
+from jaxkv.engine import beam_search, counts, groups, paging
 from jaxkv.engine.emitting import record_routes
-from jaxkv.engine.paging import prefix_caching, recurrent_states, swapping
 from jaxkv.engine.state import ALL_KINDS, EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, SlotPlan
 from jaxkv.memory import (
@@ -70,7 +69,7 @@ class _Batch(NamedTuple):
 def apply_plan(
     state: EngineState,
     plan: Plan,
-    prefix_match: prefix_caching.PrefixMatch,
+    prefix_match: paging.PrefixMatch,
     config: EngineConfig,
     eviction: Eviction | None = None,
     kinds: RequestKinds = ALL_KINDS,
@@ -132,7 +131,7 @@ def _unchanged_batch(state: EngineState, plan: Plan) -> _Batch:
 def _preempt_and_admit(
     carry: tuple[EngineState, _Batch],
     plan: Plan,
-    prefix_match: prefix_caching.PrefixMatch,
+    prefix_match: paging.PrefixMatch,
     *,
     config: EngineConfig,
     eviction: Eviction | None,
@@ -150,7 +149,7 @@ def _preempt_and_admit(
     # Pages are released before the slots move: the page table is indexed by slot.
     state = beam_search.store_paths(state, is_preempted, group, config)
     num_common = groups.num_common(state, is_preempted, group)
-    state, leaves, moved = swapping.swap_out(state, plan.swap, first_sequence, config)
+    state, leaves, moved = paging.swap_out(state, plan.swap, first_sequence, config)
     at = jnp.where(leaves, state.slots.sequence, NO_SEQUENCE)
     num_swapped = arrays.put(state.sequences.num_swapped, at, 1, "add")
     books, preempted = ledger.preempt(
@@ -165,27 +164,27 @@ def _preempt_and_admit(
     )
     state = state._replace(sequences=state.sequences._replace(num_swapped=num_swapped))
     state = record_routes(state, is_preempted)
-    state = prefix_caching.release_slots(state, is_preempted, eviction)
+    state = paging.release_slots(state, is_preempted, eviction)
     books, new = ledger.admit(
         books,
         head,
         plan,
         preempted,
-        ready=~swapping.is_on_host(state, head.request),
-        free_pages=state.pool.num_free + prefix_caching.num_idle(state),
+        ready=~paging.is_on_host(state, head.request),
+        free_pages=state.pool.num_free + paging.num_idle(state),
     )
     source = new.source
     num_slots = new.source.shape[0]
     stays = jnp.where(source < num_slots, source, NO_SEQUENCE)
     state = state._replace(ledger=books, table=move_slots(state.table, stays))
-    state = recurrent_states.move_states(state, stays)
+    state = paging.move_states(state, stays)
     # Slot of the first sequence of each admitted request.
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     index = jnp.where(source >= num_slots, source - num_slots, NO_SEQUENCE)
     is_first = arrays.take(head.is_first.ravel(), index, fill=False)
     request = jnp.where(is_first, index // head.is_first.shape[1], NO_SEQUENCE)
     first = jnp.full(new.admitted.shape, NO_SEQUENCE, jnp.int32)
-    state = prefix_caching.start_on_cached_pages(
+    state = paging.start_on_cached_pages(
         state, prefix_match, arrays.put(first, request, slot)
     )
     back = new.swapped_in
@@ -226,7 +225,7 @@ def forget_kv(
         drafts=none if config.max_drafts else None,
     )
     no_pages = jnp.full((head.shape[0], config.max_pages_per_slot), NO_PAGE, jnp.int32)
-    prefix_match = prefix_caching.PrefixMatch(no_pages, head, head)
+    prefix_match = paging.PrefixMatch(no_pages, head, head)
     state, _ = _preempt_and_admit(
         (state, _unchanged_batch(state, plan)),
         plan,
@@ -242,11 +241,11 @@ def forget_kv(
             pool=release_counted(state.pool, cached)[0],
             prefixes=make_prefix_cache(config.num_pages, config.page_size),
         )
-        state = recurrent_states.forget_checkpoints(state)
+        state = paging.forget_checkpoints(state)
     if (staging := state.staging) is None:
         return state
     every = jnp.ones(state.sequences.group.shape, bool)
-    state = recurrent_states.forget_swapped_states(state, every)
+    state = paging.forget_swapped_states(state, every)
     empty = make_staging(
         state.pages,
         num_places=0,
@@ -256,7 +255,7 @@ def forget_kv(
     owner = jnp.full_like(staging.owner, NO_SEQUENCE)
     return state._replace(
         staging=empty._replace(pages=staging.pages, owner=owner),
-        ledger=swapping.clear_swapped(state.ledger, every),
+        ledger=paging.clear_swapped(state.ledger, every),
     )
 
 
@@ -277,9 +276,9 @@ def _reserve(
     wanted = num_new_pages(state.pool, state.table, places, num_rows, page_size=size)
     if batch.num_back is not None:
         wanted += batch.num_back
-    state = prefix_caching.evict_until_free(state, wanted)
+    state = paging.evict_until_free(state, wanted)
     if batch.back is not None:
-        state = swapping.swap_in(state, batch.back)
+        state = paging.swap_in(state, batch.back)
     pool, table, copies, enough = memory.reserve(
         state.pool,
         state.table,

@@ -12,9 +12,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from jaxkv import arrays, ledger
-from jaxkv.engine import groups
+from jaxkv.engine import groups, paging
 from jaxkv.engine.emitting import record_routes
-from jaxkv.engine.paging import prefix_caching, swapping
 from jaxkv.engine.state import (
     CANCELLED,
     EngineConfig,
@@ -249,9 +248,9 @@ def cancel(
             events=EVENTS.pack(events),
         ),
     )
-    state = swapping.discard_ended(state, ended)
+    state = paging.discard_ended(state, ended)
     state = record_routes(state, is_cancelled)
-    state = prefix_caching.release_slots(
+    state = paging.release_slots(
         groups.promote_fork_waiter(state, is_cancelled), is_cancelled, eviction
     )
     sequence = jnp.where(is_cancelled, NO_SEQUENCE, state.slots.sequence)

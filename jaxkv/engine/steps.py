@@ -21,12 +21,12 @@ from jaxkv.engine import (
     emitting,
     groups,
     model_runner,
+    paging,
     plan_application,
 )
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation, VerifyOutput
 from jaxkv.engine.emitting import LogitsFn
-from jaxkv.engine.paging import prefix_caching, recurrent_states, swapping
-from jaxkv.engine.paging.recurrent_states import StatePlan
+from jaxkv.engine.paging import StatePlan
 from jaxkv.engine.state import (
     ALL_KINDS,
     NOT_ENDED,
@@ -156,7 +156,7 @@ def step(
     # Drafts are fed after the rows of their slot; `num_rows` excludes them.
     forks = groups.find_forks(state, applied.num_rows, kinds)
     num_rows = applied.num_rows
-    state, state_plan = recurrent_states.plan_states(
+    state, state_plan = paging.plan_states(
         state, num_rows, None if drafts is None else drafts.num, config
     )
     result = model_runner.feed(
@@ -252,7 +252,7 @@ def _info(
     after = state.with_slots(planned.slots)
     held = state.slots.held
     assert held is not None  # `state.init` makes flags
-    num_free = planned.pool.num_free + prefix_caching.num_idle(planned)
+    num_free = planned.pool.num_free + paging.num_idle(planned)
     num_rows = applied.num_rows
     num_drafts = None
     if emitted.verified is not None:
@@ -273,7 +273,7 @@ def _info(
         num_copied=applied.num_copied,
         used_pages=config.num_pages - num_free,
         used_places=counts.used_places(after, config, kinds),
-        asks_host=swapping.asks_host(state),
+        asks_host=paging.asks_host(state),
         enough=applied.enough,
         violations=None,
         num_drafts=num_drafts,
@@ -393,7 +393,7 @@ def _audit(state: EngineState, config: EngineConfig) -> Violations:
         state.table,
         live,
         page_size=config.page_size,
-        pins=prefix_caching.pinned_pages(state),
+        pins=paging.pinned_pages(state),
     )
     if state.prefixes is not None:
         violations = violations._replace(
@@ -448,7 +448,7 @@ def _retire(
             ledger=books._replace(progress=progress),
             sequences=s._replace(reason=arrays.put(s.reason, row, reason)),
         )
-        return prefix_caching.release_slots(state, is_retired, eviction)
+        return paging.release_slots(state, is_retired, eviction)
 
     state = arrays.update_if(
         jnp.any(emitted.begins | ended | is_retired),

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int32
 from jaxkv import arrays, validation
 from jaxkv.memory.kv_pages import NO_STATE
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.memory.prefixes.prefix_cache import PrefixCache, entry_tick, is_cached
+from jaxkv.memory.prefixes import PrefixCache, entry_tick, is_cached
 
 
 class StatePool(NamedTuple):
@@ -82,6 +82,7 @@ def checkpoint_of(
     return jnp.where(valid, state, NO_STATE)
 
 
+@validation.checks_numbers()
 def allocate_states(
     pool: StatePool,
     cache: PrefixCache | None,

@@ -113,33 +113,32 @@ def _start(
     return StartTime(kind=kind, wall_s=wall_s, **times)
 
 
-def _medians(result: list[StartTime]) -> list[StartTime]:
+def _medians(result: list[StartTime]) -> StartTimes:
     names = ("wall_s", "load_s", "first_s", "second_s")
-    medians = []
+    rows = []
     for kind in KINDS:
         if starts := [x for x in result if x["kind"] == kind]:
-            times = {x: statistics.median(y[x] for y in starts) for x in names}
-            medians.append(StartTime(kind=kind, **times))
-    return medians
+            rows.append(
+                [kind, *(statistics.median(y[x] for y in starts) for x in names)]
+            )
+    return StartTimes.of(rows)
 
 
 def summary(result: list[StartTime]) -> list[lab.ReportPart]:
     """Tabulates the medians of cold and warm starts."""
-    rows = [[*row.values()] for row in _medians(result)]
-    return [StartTimes.of(rows).sheet("times of a start")] if rows else []
+    return [_medians(result).sheet("times of a start")] if result else []
 
 
 def plot(ax: "Axes", result: list[StartTime]) -> None:
-    """Draws the parts of the medians."""
-    medians = _medians(result)
-    names = [f"{x['kind']} start" for x in medians]
-    walls = [x["wall_s"] for x in medians]
+    """Draws the medians."""
+    rows = _medians(result).rows()
     labels = [
-        f"{lab.format_seconds(x['wall_s'])}, of which the first answer takes "
+        f"{lab.format_seconds(x['wall_s'])}, first answer "
         f"{lab.format_seconds(x['first_s'])}"
-        for x in medians
+        for x in rows
     ]
-    draw_bars(ax, names, walls, labels)
+    names = [f"{x['kind']} start" for x in rows]
+    draw_bars(ax, names, [x["wall_s"] for x in rows], labels)
     lab.set_labels(ax, "From the process to its answers", "wall time [s]", "")
 
 

@@ -302,7 +302,9 @@ def summary(result: Result) -> list[lab.ReportPart]:
     """Returns a table of hit rates for each workload that was served."""
     loads = result.loads.rows()
     served = result.rated.distinct("workload")
-    sheets = [_sheet(load, result.rated) for load in loads if load["name"] in served]
+    sheets: list[lab.ReportPart] = [
+        _sheet(load, result.rated) for load in loads if load["name"] in served
+    ]
     if len(result.checkpoint_runs):
         sheets.append(_checkpoint_sheet(result))
     return sheets

@@ -1,1 +1,41 @@
 """Pages and states of sequences: the prefix cache, swapping, recurrent states."""
+
+from typing import TYPE_CHECKING
+
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxkv.engine.paging.prefix_caching import (
+        PrefixMatch,
+        evict_until_free,
+        insert_filled_pages,
+        is_pinned,
+        match_prefixes,
+        num_idle,
+        num_used,
+        pinned_pages,
+        release_slots,
+        start_on_cached_pages,
+    )
+    from jaxkv.engine.paging.recurrent_states import (
+        StatePlan,
+        advance_states,
+        forget_checkpoints,
+        forget_swapped_states,
+        fork_states,
+        locate_states,
+        move_states,
+        plan_states,
+    )
+    from jaxkv.engine.paging.swapping import (
+        asks_host,
+        clear_swapped,
+        discard_ended,
+        is_on_host,
+        num_free_swap_pages,
+        num_to_move,
+        swap_in,
+        swap_out,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)

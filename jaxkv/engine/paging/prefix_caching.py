@@ -125,7 +125,7 @@ def start_on_cached_pages(
 
     `slot` is the first slot of each request; -1 if it was not admitted.
     """
-    if state.prefixes is None:
+    if (cache := state.prefixes) is None:
         return state
     ids = jnp.where((slot >= 0)[:, None], prefix_match.page_ids, NO_PAGE)
     state = recurrent_states.start_on_checkpoints(state, ids, slot)
@@ -141,7 +141,7 @@ def start_on_cached_pages(
     num_given = arrays.put(fork.num_given, slot, prefix_match.num_tokens)
     slots = slots._replace(fork=fork._replace(num_given=num_given))
     return state._replace(
-        prefixes=mark_used(state.prefixes, ids),
+        prefixes=mark_used(cache, ids),
         pool=memory.share(state.pool, ids),
         table=Table(
             page_ids=arrays.put(table.page_ids, slot, ids),

@@ -23,6 +23,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxkv import validation
 from jaxkv.models import nonlinear
 from jaxkv.models.config import RecurrenceConfig
 
@@ -173,6 +174,7 @@ def run_sequence(projection: RecurrentProjection) -> Float[Array, "rows outputs"
     return y.reshape(count * size, -1)[:num_rows]
 
 
+@validation.checks_numbers(axis=-2)
 def run_batch(
     projection: RecurrentProjection, shape: tuple[int, ...], *, axis: int
 ) -> Float[Array, "..."]:

@@ -88,8 +88,9 @@ def test_rejected_drafts_leave_no_trace_in_the_state(cached: bool) -> None:
     config = dataclasses.replace(config, max_drafts=3, token_budget=40)
     speculation = Speculation(NGram(1, 3), SharedNoiseVerifier())
     run = check_answers(alike(1, 12), config, GDN, speculation=speculation)
-    drafted = run.info.num_drafts.sum()
-    accepted = (run.info.num_emitted - 1)[run.info.num_drafts > 0].sum()
+    num_drafts = np.asarray(run.info.num_drafts)
+    drafted = num_drafts.sum()
+    accepted = (run.info.num_emitted - 1)[num_drafts > 0].sum()
     assert 0 < accepted < drafted
 
 
