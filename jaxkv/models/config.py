@@ -251,6 +251,9 @@ class LatentConfig:
     """Rotary part of a query head, and of the key that all heads share; even."""
     value_dim: int
     """Width of a value head."""
+    latent_eps: float | None = None
+    """Added to the mean of squares in the norms of the latent and of the compressed
+    query; None means `ModelConfig.norm_eps` (Kimi Linear: 1e-6)."""
 
     def __post_init__(self):
         """Validates the fields."""
