@@ -105,9 +105,9 @@ class RecurrentMixer(nnx.Module):
         )
         if r.kind == "mamba2":
             x = norm(x * split(jax.nn.silu(rows))).astype(y.dtype)
-            x = x.reshape(len(rows), -1) * self.scale[...]
+            x = x.reshape(len(rows), -1) * self.scale[...][None]
             return orientation.transpose(x.astype(y.dtype))
-        x = norm(x).astype(y.dtype) * self.scale[...]
+        x = norm(x).astype(y.dtype) * self.scale[...][None, None]
         gate_function = jax.nn.sigmoid if r.kind == "kda" else jax.nn.silu
         x = x.astype(wide) * split(gate_function(rows))
         return orientation.transpose(x.reshape(len(rows), -1).astype(y.dtype))

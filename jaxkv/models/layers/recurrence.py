@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.models import nonlinear
 from jaxkv.models.config import RecurrenceConfig
+from pallas_kernels import devices
 
 CHUNK = 32
 """Largest number of tokens of `run_chunk`. On a CPU 16 and 64 take about as long."""
@@ -168,6 +169,7 @@ def run_sequence(projection: RecurrentProjection) -> Float[Array, "rows outputs"
         return run_chunk(projection._replace(rows=rows), state, size)
 
     state = zero_state(projection.config, (), mixed.dtype)
+    state = jax.tree.map(lambda x: devices.varying_like(x, mixed), state)
     _, y = jax.lax.scan(step, state, jax.tree.map(split, projection.rows))
     return y.reshape(count * size, -1)[:num_rows]
 
@@ -200,10 +202,10 @@ def _convolve(
     kernel = weights.kernel
     size = kernel.shape[1]
     rows = len(window) - size + 1
-    y = window[:rows] * kernel[:, 0]
+    y = window[:rows] * kernel[None, :, 0]
     for tap in range(1, size):
-        y = y + window[tap : tap + rows] * kernel[:, tap]
-    return y if weights.kernel_bias is None else y + weights.kernel_bias
+        y = y + window[tap : tap + rows] * kernel[None, :, tap]
+    return y if weights.kernel_bias is None else y + weights.kernel_bias[None]
 
 
 def _prepare(
@@ -224,18 +226,22 @@ def _prepare(
         )
         q = q * c.key_dim**-0.5
     q, k = (jnp.repeat(x, c.num_value_heads // c.num_key_heads, -2) for x in (q, k))
-    step = rows.decay.astype(wide) + weights.decay_bias.astype(wide)
+
+    def per_row(x: Array) -> Array:
+        return jnp.expand_dims(x.astype(wide), tuple(range(convolved.ndim - 1)))
+
+    step = rows.decay.astype(wide) + per_row(weights.decay_bias)
     step = jax.nn.softplus(step).reshape(*step.shape[:-1], c.num_value_heads, -1)
     skipped = None
     if c.kind == "mamba2":
         step = jnp.clip(step, c.min_step, c.max_step)
         assert weights.skip is not None
-        skipped = v * weights.skip.astype(wide)[:, None]
+        skipped = v * per_row(weights.skip[:, None])
         v = v * step
     strength = rows.strength
     if strength is not None:
         strength = jax.nn.sigmoid(strength.astype(wide)) * c.write_scale
-    rate = jnp.exp(weights.decay_rate.astype(wide))[:, None]
+    rate = jnp.exp(per_row(weights.decay_rate[:, None]))
     return _Token(q, k, v, -rate * step, strength, skipped)
 
 
