@@ -51,6 +51,9 @@ _KEY_VALUES: Mapping[str, Callable[[Any], Any]] = {
 """From values of keys to fields, and back, by `Key.form`."""
 
 
+_NUM_EXPERTS = "experts.num_experts"
+
+
 def _whole(x: float) -> int | float:
     return int(x) if x == int(x) else x
 
@@ -155,11 +158,12 @@ def read_fields(
         # A null means "derived" if the field can be derived, else the default.
         if value is None and (key not in raw or names[0] not in family.derived):
             value = default
-        if value is not None:
-            if form == "range":
-                ends = values.parse_range(key, value)
-                result |= dict(zip(names, ends, strict=True))
-                continue
+        may_be_zero = family.has_optional_experts and names[0] == _NUM_EXPERTS
+        if form == "range":
+            result |= dict(zip(names, values.parse_range(key, value), strict=True))
+        elif may_be_zero and value == 0 and value is not False:
+            result[names[0]] = 0
+        elif value is not None:
             checked = _checked(key, names[0], value, high)
             result |= dict.fromkeys(names, _FIELD_VALUES[form](checked))
         elif names[0] not in result and names[0] not in family.derived:
@@ -226,12 +230,8 @@ def to_hf(config: ModelConfig) -> dict[str, object]:
         **family.only,
     }
     if family.has_optional_experts and config.experts is None:
-        [name] = [
-            key
-            for key, x in family.keys.items()
-            if x.fields[0] == "experts.num_experts"
-        ]
-        raw[name] = 0
+        names = {x.fields[0]: key for key, x in family.keys.items()}
+        raw[names[_NUM_EXPERTS]] = 0
     raw |= {key: raw[other] for key, other in family.equal.items()}
     if family.implied.get("positions") != "learned":
         raw |= positions.write_positions(family, config)

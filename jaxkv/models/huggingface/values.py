@@ -38,11 +38,7 @@ _REAL_FIELDS = (
     "experts.balance_weight",
     "experts.bias_rate",
 )
-_FIELDS_FROM_ZERO = (
-    "num_ahead_layers",
-    "experts.num_dense_layers",
-    "experts.num_experts",
-)
+_FIELDS_FROM_ZERO = ("num_ahead_layers", "experts.num_dense_layers")
 """Fields that are flags, numbers, and counts from 0; all other fields are sizes."""
 
 
