@@ -31,18 +31,21 @@ if TYPE_CHECKING:
     from jaxkv.models.huggingface.values import parse_flag, parse_size
     from jaxkv.models.huggingface.weights import weight_files
     from jaxkv.models.interface import EndTokens, Forward, ForwardResult, Params, attend
-    from jaxkv.models.layers import (
+    from jaxkv.models.layers.experts import Mixture
+    from jaxkv.models.layers.layer import LayerAttention
+    from jaxkv.models.layers.linear import (
         FEW_ROWS,
         ROW_TILE,
         Activations,
         Function,
-        LayerAttention,
         Linear,
-        Mixture,
         Orientation,
+        RoutedExperts,
+        multiply,
+    )
+    from jaxkv.models.layers.recurrence import (
         RecurrentProjection,
         RecurrentState,
-        multiply,
         run_batch,
         zero_state,
     )

@@ -30,12 +30,12 @@ from jaxkv.models import (
     LatentProjection,
     LayerAttention,
     Linear,
-    Mixture,
     ModelConfig,
     Orientation,
     Params,
     Projected,
     RecurrentProjection,
+    RoutedExperts,
     Routing,
     balance_loss,
     embed_own_tokens,
@@ -229,7 +229,9 @@ class RowOrientation(Orientation):
             return x
         return lax.pcast(x, TENSOR, to="varying")
 
-    def mix(self, mixture: Mixture, x: Activations, routing: Routing) -> Activations:
+    def mix(
+        self, mixture: RoutedExperts, x: Activations, routing: Routing
+    ) -> Activations:
         """Computes the outputs of experts for rows, across devices."""
         if self.layout.expert == 1:
             return super().mix(mixture, x, routing)

@@ -5,7 +5,15 @@ computes the size of all families.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from jaxkv.models.config import ModelConfig
+
+type RawConfig = dict[str, Any]
+"""A parsed `config.json`."""
+type PartRows = Callable[["ModelConfig"], Mapping[str, Sequence[int]]]
+"""From a model to the rows of each part of a tensor."""
 
 type KeyForm = Literal[
     "same", "inverse", "inverse_root", "parallel", "approximate", "doubled", "range"
@@ -115,15 +123,15 @@ class Family(NamedTuple):
     """Modules of experts whose last axis alternates between gate and up."""
     skips_ahead: bool = False
     """True if layers after the model's, for multi-token prediction, are not read."""
-    rewrite: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    rewrite: Callable[[RawConfig], RawConfig] | None = None
     """Replaces other forms of keys, nested ones for example, by those of the tables."""
-    further_keys: Callable[[Any], dict[str, Any]] | None = None
+    further_keys: Callable[["ModelConfig"], RawConfig] | None = None
     """Function from a `ModelConfig` to keys that other software needs in addition."""
     recurrent_modules: Mapping[str, tuple[str, ...]] = {}
     """As `modules`, where recurrent layers differ."""
     recurrent_norm_places: Literal["before", "after", "both"] | None = None
     """`AttentionKind.norm_places` of recurrent layers."""
-    packed: Mapping[str, Callable[[Any], Mapping[str, Sequence[int]]]] = {}
+    packed: Mapping[str, PartRows] = {}
     """Module of the folder whose tensors have the rows of several parts -> a function
     from a `ModelConfig` to the rows of each. `modules` has the parts as `module:part`.
     """

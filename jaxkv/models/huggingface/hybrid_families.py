@@ -4,16 +4,18 @@ Functions give the rows of tensors with several parts, and replace other forms o
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxkv.models.huggingface.dense_families import DENSE_FAMILIES, LLAMA, OLMO2
-from jaxkv.models.huggingface.family import Family, key, keys_of
+from jaxkv.models.huggingface.family import Family, RawConfig, key, keys_of
 from jaxkv.models.huggingface.mixture_families import DEEPSEEK_V2, MIXTRAL, QWEN_MOE
 from jaxkv.models.huggingface.values import MAX_LAYERS, parse_size, shorten
+from jaxkv.models.huggingface.windows import FULL, RECURRENT
 
-_FULL = "full_attention"
-_RECURRENT = "linear_attention"
-_ROPE_KEYS = "rope_parameters", "rope_scaling", "rope_theta"
+if TYPE_CHECKING:
+    from jaxkv.models.config import ModelConfig, RecurrenceConfig
+
+_ROTATION_KEYS = "rope_parameters", "rope_scaling", "rope_theta"
 
 
 def _blocks(groups: int, **sizes: int) -> dict[str, list[int]]:
@@ -27,29 +29,34 @@ def _blocks(groups: int, **sizes: int) -> dict[str, list[int]]:
     return result
 
 
-def _gated_query_rows(config: Any) -> Mapping[str, Sequence[int]]:
+def _recurrence_of(config: "ModelConfig") -> "RecurrenceConfig":
+    assert config.recurrence is not None  # only recurrent layers have such tensors
+    return config.recurrence
+
+
+def _gated_query_rows(config: "ModelConfig") -> Mapping[str, Sequence[int]]:
     """Returns the rows of queries and gates: of each head one after the other."""
     return _blocks(config.num_q_heads, query=config.head_dim, gate=config.head_dim)
 
 
-def _key_head_rows(config: Any) -> Mapping[str, Sequence[int]]:
+def _key_head_rows(config: "ModelConfig") -> Mapping[str, Sequence[int]]:
     """Returns the rows of Qwen3-Next's projection, which are grouped by key head."""
-    r = config.recurrence
+    r = _recurrence_of(config)
     width = r.num_outputs // r.num_key_heads
     rows = _blocks(r.num_key_heads, q=r.key_dim, k=r.key_dim, v=width, gate=width)
     return {"mixed": rows["q"] + rows["k"] + rows["v"], "gate": rows["gate"]}
 
 
-def _strength_rows(config: Any) -> Mapping[str, Sequence[int]]:
+def _strength_rows(config: "ModelConfig") -> Mapping[str, Sequence[int]]:
     """Returns the rows of strengths and decays, which are grouped by key head."""
-    r = config.recurrence
+    r = _recurrence_of(config)
     size = r.num_value_heads // r.num_key_heads
     return _blocks(r.num_key_heads, strength=size, decay=size)
 
 
-def _mamba_rows(config: Any) -> Mapping[str, Sequence[int]]:
+def _mamba_rows(config: "ModelConfig") -> Mapping[str, Sequence[int]]:
     """Returns the rows of Mamba 2's projection; C are queries, B keys and x values."""
-    r = config.recurrence
+    r = _recurrence_of(config)
     keys = r.num_key_heads * r.key_dim
     rows = _blocks(
         1, gate=r.num_outputs, x=r.num_outputs, b=keys, c=keys, decay=r.num_decays
@@ -61,17 +68,17 @@ def _mamba_rows(config: Any) -> Mapping[str, Sequence[int]]:
     }
 
 
-def _mamba_channels(config: Any) -> Mapping[str, Sequence[int]]:
+def _mamba_channels(config: "ModelConfig") -> Mapping[str, Sequence[int]]:
     """Returns the channels of Mamba 2's convolution."""
-    r = config.recurrence
+    r = _recurrence_of(config)
     keys = r.num_key_heads * r.key_dim
     rows = _blocks(1, x=r.num_outputs, b=keys, c=keys)
     return {"mixed": rows["c"] + rows["b"] + rows["x"]}
 
 
 def _list_layers(
-    raw: dict[str, Any], full_layers: Iterable[int], period: int = 0
-) -> dict[str, Any]:
+    raw: RawConfig, full_layers: Iterable[int], period: int = 0
+) -> RawConfig:
     """Returns a file with `layer_types`; if it has none, these layers have attention.
 
     A period adds every n-th layer.
@@ -83,17 +90,17 @@ def _list_layers(
     full = {*full_layers}
     if period:
         full |= {*range(period - 1, num_layers, period)}
-    kinds = [_FULL if x in full else _RECURRENT for x in range(num_layers)]
+    kinds = [FULL if x in full else RECURRENT for x in range(num_layers)]
     return {**raw, "layer_types": kinds}
 
 
-def _rewrite_qwen(raw: dict[str, Any]) -> dict[str, Any]:
+def _rewrite_qwen(raw: RawConfig) -> RawConfig:
     period = raw.pop("full_attention_interval", None)
     period = 4 if period is None else parse_size("full_attention_interval", period)
     return _list_layers(raw, (), period)
 
 
-def _rewrite_olmo(raw: dict[str, Any]) -> dict[str, Any]:
+def _rewrite_olmo(raw: RawConfig) -> RawConfig:
     """Derives the sizes of heads; a base of null means no rotation."""
     num_layers = raw.get("num_hidden_layers")
     last = num_layers - 1 if type(num_layers) is int and num_layers < 4 else 3
@@ -108,7 +115,7 @@ def _rewrite_olmo(raw: dict[str, Any]) -> dict[str, Any]:
         raw["linear_key_head_dim"] = width = int(0.75 * hidden / heads)
     if raw.get("linear_value_head_dim") is None and type(width) is int:
         raw["linear_value_head_dim"] = 2 * width
-    objects = [raw[name] for name in _ROPE_KEYS[:2] if raw.get(name)]
+    objects = [raw[name] for name in _ROTATION_KEYS[:2] if raw.get(name)]
     # The first with a base decides; `positions` refuses two different objects.
     bases = [
         x["rope_theta"]
@@ -120,10 +127,10 @@ def _rewrite_olmo(raw: dict[str, Any]) -> dict[str, Any]:
     return _choose_positions(raw, has_rope=has_rope)
 
 
-def _choose_positions(raw: dict[str, Any], *, has_rope: bool) -> dict[str, Any]:
+def _choose_positions(raw: RawConfig, *, has_rope: bool) -> RawConfig:
     """Returns a file with its rotary keys, or without them."""
     if not has_rope:
-        raw = {name: value for name, value in raw.items() if name not in _ROPE_KEYS}
+        raw = {name: value for name, value in raw.items() if name not in _ROTATION_KEYS}
     return {**raw, "position_embedding_type": "rope" if has_rope else None}
 
 
@@ -136,9 +143,9 @@ _KIMI_NAMES = {
 """Nested key -> key of transformers 5; and the nested lists of layers."""
 
 
-def _rewrite_kimi(raw: dict[str, Any]) -> dict[str, Any]:
+def _rewrite_kimi(raw: RawConfig) -> RawConfig:
     """Replaces the nested keys of published files, and lists of types of layers."""
-    raw = {name: value for name, value in raw.items() if name not in _ROPE_KEYS}
+    raw = {name: value for name, value in raw.items() if name not in _ROTATION_KEYS}
     nested = raw.pop("linear_attn_config", None) or {}
     names = *_KIMI_NAMES, *_KIMI_LAYERS
     if not isinstance(nested, Mapping) or {*nested} - {*names}:
@@ -176,10 +183,10 @@ def _rewrite_kimi(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def _rewrite_granite(raw: dict[str, Any]) -> dict[str, Any]:
+def _rewrite_granite(raw: RawConfig) -> RawConfig:
     """Renames old types of layers, and derives the width of a head."""
     kinds = raw.get("layer_types")
-    names = {"mamba": _RECURRENT, "attention": _FULL}
+    names = {"mamba": RECURRENT, "attention": FULL}
     if isinstance(kinds, list):
         is_old = all(isinstance(kind, str) for kind in kinds)
         raw["layer_types"] = [names.get(x, x) for x in kinds] if is_old else kinds
@@ -211,7 +218,7 @@ def _rewrite_granite(raw: dict[str, Any]) -> dict[str, Any]:
     return _choose_positions(raw, has_rope=kind == "rope")
 
 
-def _keys_of_granite(config: Any) -> dict[str, object]:
+def _keys_of_granite(config: "ModelConfig") -> dict[str, object]:
     """Returns keys that transformers needs in addition."""
     kind = "rope" if config.rotary_kinds else None
     if config.recurrence is None:
@@ -220,7 +227,7 @@ def _keys_of_granite(config: Any) -> dict[str, object]:
     return {"position_embedding_type": kind, "mamba_expand": expand}
 
 
-def _keys_of_olmo(config: Any) -> dict[str, object]:
+def _keys_of_olmo(config: "ModelConfig") -> dict[str, object]:
     if config.rotary_kinds:
         return {}
     return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
         MIN_CAST_ROWS,
         ROW_TILE,
         Activations,
+        ExpertLinear,
         Function,
         Linear,
         Numerics,
         Orientation,
+        RoutedExperts,
         multiply,
     )
     from jaxkv.models.layers.norms import Norm

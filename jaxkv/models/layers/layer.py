@@ -187,6 +187,7 @@ class Layer(nnx.Module):
         else:
             projected, gate = o.map_tiles(self._project, x)
         if self.recurrence is not None:
+            assert isinstance(projected, RecurrentRows)
             projected = RecurrentProjection(
                 self.recurrence, projected, self.mixer.weights
             )

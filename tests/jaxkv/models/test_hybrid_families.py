@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ from tests.support.folders import GOLDEN
 NAMES = "qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "granitemoehybrid"
 
 
+PEER = os.environ.get("JAXKV_PEER_PYTHON")
+
+
 def raw_of(name: str) -> dict[str, Any]:
     return json.loads((GOLDEN / name / "config.json").read_text())
 
@@ -48,24 +53,61 @@ def test_folders_are_saved_as_they_load(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_those_of_the_arrays(name: str) -> None:
     config = read_config(GOLDEN / name)
+    r = config.recurrence
+    assert r is not None
     shape = load_shape(GOLDEN / name)
     assert shape == describe_config(config, name=name)
     sizes = [x.size for x in jax.tree.leaves(param_shapes(config))]
     assert count_parameters(shape).total == sum(sizes)
-    state = jax.eval_shape(
-        lambda: recurrence.zero_state(config.recurrence, (2,), "float32")
-    )
+    state = jax.eval_shape(lambda: recurrence.zero_state(r, (2,), "float32"))
     num_bytes = sum(x.size * x.dtype.itemsize for x in state)
     assert sequence_state_bytes(shape, kv_bytes=4) == num_bytes
     # The states of a sequence are read and written in each step.
     works = [decode_work(shape, batch=n, context=9, kv_bytes=4) for n in (1, 2)]
     without = works[1].kv_bytes - works[0].kv_bytes - 2 * num_bytes
     assert without == 10 * shape.attention.cached_numbers * 4
-    r = config.recurrence
     products = {"gdn": 3, "kda": 3, "mamba2": 2}[r.kind]
     products *= r.num_value_heads * r.key_dim * r.value_dim
     [term] = [x for x in forward_terms(shape, sequence=5) if x.name[:5] == "state"]
     assert term.flops == 2 * 2 * 5 * products
+
+
+def test_parts_of_one_tensor_are_taken_apart() -> None:
+    """By the reshapes of transformers' modeling files."""
+    model = load_model(GOLDEN / "qwen3_next")
+    tensors = safetensors.numpy.load_file(GOLDEN / "qwen3_next" / "model.safetensors")
+    begin = "model.layers.0.linear_attn.in_proj_"
+    hidden = model.config.hidden_size
+    by_key_head = tensors[f"{begin}qkvz.weight"].reshape(2, -1, hidden)
+    q, k, v, z = np.split(by_key_head, [6, 12, 26], axis=1)
+    b, a = np.split(tensors[f"{begin}ba.weight"].reshape(2, -1, hidden), 2, axis=1)
+    mixer = model.params["layers"][0]["mixer"]
+    flat = [x.reshape(-1, hidden) for x in (q, k, v)]
+    for name, expected in (
+        ("mixed", np.concatenate(flat)),
+        ("gate", z.reshape(-1, hidden)),
+        ("strength", b.reshape(-1, hidden)),
+        ("decay", a.reshape(-1, hidden)),
+    ):
+        np.testing.assert_array_equal(mixer[name]["weight"], expected)
+    by_head = tensors["model.layers.1.self_attn.q_proj.weight"].reshape(4, 2, 12, -1)
+    gate = model.params["layers"][1]["gate"]["weight"]
+    np.testing.assert_array_equal(gate, by_head[:, 1].reshape(48, hidden))
+    bias = tensors["model.layers.1.self_attn.q_proj.bias"].reshape(4, 2, 12)
+    gate = model.params["layers"][1]["gate"]["bias"]
+    np.testing.assert_array_equal(gate, bias[:, 1].reshape(-1))
+
+    model = load_model(GOLDEN / "granitemoehybrid")
+    path = GOLDEN / "granitemoehybrid" / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    mixer = model.params["layers"][0]["mixer"]
+    projected = tensors["model.layers.0.mamba.in_proj.weight"]
+    gate, x, b, c, step = np.split(projected, [32, 64, 76, 88])
+    np.testing.assert_array_equal(mixer["gate"]["weight"], gate)
+    np.testing.assert_array_equal(mixer["decay"]["weight"], step)
+    np.testing.assert_array_equal(mixer["mixed"]["weight"], np.concatenate([c, b, x]))
+    x, b, c = np.split(tensors["model.layers.0.mamba.conv1d.bias"], [32, 44])
+    np.testing.assert_array_equal(mixer["kernel_bias"], np.concatenate([c, b, x]))
 
 
 def rename(folder: Path, new_names: dict[str, str]) -> int:
@@ -259,3 +301,37 @@ def test_chunks_equal_single_tokens(kind: Any) -> None:
     after, _ = jax.jit(recurrence.run_chunk)(part, state, 11)
     for x, every in zip(after, states, strict=True):
         np.testing.assert_allclose(x, every[10], rtol=1e-5, atol=1e-5)
+
+
+READ = """
+import sys, numpy, torch, transformers
+for folder, source in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    expected = numpy.load(source)
+    ids = torch.tensor(expected["ids"], dtype=torch.int64)
+    logits = model(ids, use_cache=False).logits.detach().numpy()
+    numpy.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
+    print(folder)
+"""
+"""Program of the peer: compares logits of saved folders with the recorded ones."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PEER is None, reason="JAXKV_PEER_PYTHON names no Python")
+def test_transformers_reads_saved_folders(tmp_path: Path) -> None:
+    arguments = []
+    for name in NAMES:
+        model = load_model(GOLDEN / name)
+        folder = save_model(tmp_path / name, model.config, model.params)
+        arguments += [str(folder), str(GOLDEN / name / "expected.npz")]
+    run = subprocess.run(
+        [str(PEER), "-c", READ, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert run.stdout.split() == arguments[::2]
