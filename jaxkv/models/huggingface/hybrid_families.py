@@ -191,14 +191,9 @@ def _rewrite_granite(raw: RawConfig) -> RawConfig:
         is_old = all(isinstance(kind, str) for kind in kinds)
         raw["layer_types"] = [names.get(x, x) for x in kinds] if is_old else kinds
     raw = _list_layers(raw, ())
-    expand, heads, hidden = (
-        raw.get(name, default)
-        for name, default in (
-            ("mamba_expand", 2),
-            ("mamba_n_heads", 128),
-            ("hidden_size", None),
-        )
-    )
+    expand = raw.pop("mamba_expand", 2)
+    heads = raw.get("mamba_n_heads", 128)
+    hidden = raw.get("hidden_size")
     width = raw.get("mamba_d_head", "auto")
     if all(type(x) is int and x > 0 for x in (expand, heads, hidden)):
         inner = expand * hidden
@@ -514,7 +509,7 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             "experts.renormalise": True,
         },
         aliases={"layers_block_type": "layer_types"},
-        harmless=("mlp_bias", "mamba_chunk_size", "mamba_expand"),
+        harmless=("mlp_bias", "mamba_chunk_size"),
         position_keys=("position_embedding_type",),
         has_optional_experts=True,
         rewrite=_rewrite_granite,
