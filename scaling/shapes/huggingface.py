@@ -17,6 +17,7 @@ from jaxkv.models import (
     parse_size,
     read_fields,
     refuse_other_values,
+    text_part,
     without_aliases,
 )
 from scaling.shapes.description import (
@@ -72,6 +73,7 @@ def describe_huggingface(raw: Mapping[str, object], *, name: str = "") -> ModelS
       ValueError: a value is not supported; the message has the key, its value and the
         allowed values.
     """
+    raw = text_part(raw)
     kind = family_of(raw)
     family = FAMILIES[kind]
     raw = without_aliases(family, raw)

@@ -71,6 +71,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
       ValueError: a key is not supported; the message has the key, its value and the
         supported values.
     """
+    raw = text_part(raw)
     name = _family_of(raw)
     family = FAMILIES[name]
     raw = without_aliases(family, raw)
@@ -323,6 +324,31 @@ def _family_of(raw: Mapping[str, object]) -> str:
             f"model_type={shorten(kind)} contradicts architecture {architectures!r}"
         )
     return names[architectures]
+
+
+def text_part(raw: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the file of the language model in that of a model with images.
+
+    Raises:
+      ValueError: the two disagree about the output head.
+    """
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        return raw
+    for name, family in FAMILIES.items():
+        if family.wrapper is None or raw.get("model_type") != family.wrapper:
+            continue
+        is_tied = raw.get("tie_word_embeddings", False)
+        if text.get("tie_word_embeddings", is_tied) != is_tied:
+            raise ValueError(
+                f"tie_word_embeddings={shorten(is_tied)} contradicts that of "
+                "text_config"
+            )
+        outer = {"architectures": [family.architecture], "tie_word_embeddings": is_tied}
+        if "quantization_config" in raw:
+            outer["quantization_config"] = raw["quantization_config"]
+        return {"model_type": name, **text, **outer}
+    return raw
 
 
 def without_aliases(family: Family, raw: Mapping[str, object]) -> dict[str, object]:

@@ -137,6 +137,11 @@ class Family(NamedTuple):
     """
     other_names: Mapping[str, str] = {}
     """Module of the folder -> its name in some folders."""
+    wrapper: str | None = None
+    """Model type of files of a model with images whose `text_config` is of this
+    family."""
+    text_prefix: str | None = None
+    """First part of the names of tensors in folders of such a model, for `base`."""
     ignored: tuple[str, ...] = ()
     """First parts of the names of tensors that are not read."""
     has_optional_experts: bool = False

@@ -309,13 +309,21 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             **_DELTA_KEYS,
         },
         implied={**LLAMA.implied, **_QWEN},
-        harmless=("mlp_bias",),
+        only_served={"attn_output_gate": True, "output_gate_type": "swish"},
+        harmless=(
+            "mlp_bias",
+            "mamba_ssm_dtype",
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+        ),
+        wrapper="qwen3_5",
+        text_prefix="model.language_model.",
         rope_share=0.25,
         has_partial_rope=True,
         # The three positions of text are equal.
         ignored_rope=("mrope_section", "mrope_interleaved"),
         rewrite=_rewrite_qwen,
-        ignored=("mtp.",),
+        ignored=("mtp.", "model.visual."),
         packed={".self_attn.q_proj": _gated_query_rows},
         modules={
             **LLAMA.modules,

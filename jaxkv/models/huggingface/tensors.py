@@ -389,6 +389,10 @@ def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]
     """
     family = FAMILIES[config.family]
     names = [name for name in names if not name.startswith(family.ignored)]
+    if (prefix := family.text_prefix) and any(x.startswith(prefix) for x in names):
+        plain = {name.replace(prefix, family.base, 1): name for name in names}
+        places = canonical_names(config, plain)
+        return {name: plain[place] for name, place in places.items()}
     embed, head = embed_and_head(config)
     if family.skips_ahead:
         prefix, _, _ = family.layer.partition("{}")

@@ -198,6 +198,41 @@ def test_published_keys_are_those_of_transformers_5() -> None:
     assert configs.from_hf(raw).rotary_kinds
 
 
+def test_the_text_part_of_a_model_with_images_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "qwen3_5"
+    shutil.copytree(GOLDEN / "qwen3_5_text", folder)
+    path = folder / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+    tensors |= {"model.visual.merger.weight": np.ones(3), "mtp.norm.weight": np.ones(3)}
+    safetensors.numpy.save_file(tensors, path, {"format": "pt"})
+    text = raw_of("qwen3_5_text")
+    del text["architectures"]
+    text |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "eos_token_id": 7}
+    raw = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {"depth": 27},
+        "image_token_id": 5,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    model = load_model(folder)
+    expected = load_model(GOLDEN / "qwen3_5_text")
+    assert model.config == expected.config
+    assert model.eos_ids == (7,)
+    jax.tree.map(np.testing.assert_array_equal, model.params, expected.params)
+    assert load_shape(folder) == describe_config(model.config, name="qwen3_5")
+    with pytest.raises(ValueError, match="tie_word_embeddings=False contradicts"):
+        configs.from_hf(raw | {"tie_word_embeddings": False})
+    with pytest.raises(ValueError, match="architecture 'Qwen3_5ForConditionalGenera"):
+        configs.from_hf(raw | {"text_config": None})
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "line"),
     [
