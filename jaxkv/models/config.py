@@ -424,6 +424,11 @@ class ModelConfig:
                 f"recurrence={self.recurrence} must be set exactly if other_attention "
                 "has a recurrent kind"
             )
+        if recurrent and self.num_ahead_layers:
+            raise ValueError(
+                f"num_ahead_layers={self.num_ahead_layers} must be 0 with recurrent "
+                "layers"
+            )
         learned = [
             x.positions == "learned" for x in self.attention_kinds if not x.is_recurrent
         ]

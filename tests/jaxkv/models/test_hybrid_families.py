@@ -1,5 +1,6 @@
 """Families with recurrent layers: keys, tensors, refusals and counts."""
 
+import dataclasses
 import json
 import math
 import os
@@ -19,10 +20,12 @@ from jaxkv.models import load_model, param_shapes, read_config, save_model
 from jaxkv.models.config import RecurrenceConfig
 from jaxkv.models.huggingface import configs
 from jaxkv.models.layers import recurrence
+from scaling import training
 from scaling.costs import (
     count_parameters,
     decode_work,
     forward_terms,
+    list_residuals,
     sequence_state_bytes,
 )
 from scaling.shapes import describe_config, load_shape
@@ -288,6 +291,16 @@ def test_other_arithmetic_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(line)):
         configs.from_hf(raw_of(name) | changes)
+
+
+def test_what_recurrent_layers_lack_is_refused() -> None:
+    config = read_config(GOLDEN / "qwen3_5_text")
+    with pytest.raises(ValueError, match="num_ahead_layers=1 must be 0 with recurr"):
+        dataclasses.replace(config, num_ahead_layers=1)
+    with pytest.raises(ValueError, match="recurrent layers are not sized by one dial"):
+        training.resize_model(config, 10_000)
+    with pytest.raises(ValueError, match="residuals of recurrent layers are not list"):
+        list_residuals(config)
 
 
 @pytest.mark.thorough
