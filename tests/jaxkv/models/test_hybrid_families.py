@@ -339,14 +339,26 @@ def test_chunks_equal_single_tokens(kind: Any) -> None:
         ),
     )
     state = recurrence.zero_state(r, (), "float32")
-    states, expected = jax.jit(recurrence.run_tokens)(projection, state)
-    got = jax.jit(recurrence.run_sequence)(projection)
+    weights = projection.weights
+    as_tokens, as_sequence, as_chunk = (
+        jax.jit(
+            lambda rows, *more, run=run: run(
+                recurrence.RecurrentProjection(r, rows, weights), *more
+            )
+        )
+        for run in (
+            recurrence.run_tokens,
+            recurrence.run_sequence,
+            recurrence.run_chunk,
+        )
+    )
+    states, expected = as_tokens(projection.rows, state)
+    got = as_sequence(projection.rows)
     scale = np.abs(expected).max()
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * scale)
     # A chunk with rows that are not used ends with the state after the others.
     rows = jax.tree.map(lambda x: x[:20], projection.rows)
-    part = projection._replace(rows=rows)
-    after, _ = jax.jit(recurrence.run_chunk)(part, state, 11)
+    after, _ = as_chunk(rows, state, jnp.int32(11))
     for x, every in zip(after, states, strict=True):
         np.testing.assert_allclose(x, every[10], rtol=1e-5, atol=1e-5)
 
