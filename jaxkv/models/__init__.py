@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxkv.models.huggingface.configs import (
         read_fields,
         refuse_other_values,
+        text_part,
         without_aliases,
     )
     from jaxkv.models.huggingface.families import FAMILIES, register_family

@@ -33,6 +33,7 @@ from jaxkv.models.huggingface import (
     load_params,
     read_tree,
     save_params,
+    text_part,
     to_hf,
     write_tree,
 )
@@ -283,7 +284,7 @@ def _configured_eos_ids(folder: Path) -> list[int] | None:
     for name in ("generation_config.json", "config.json"):
         if not (folder / name).exists():
             continue
-        value = read_json(folder / name).get("eos_token_id")
+        value = text_part(read_json(folder / name)).get("eos_token_id")
         if value is None:
             continue
         ids: list[Any] = value if isinstance(value, list) else [value]

@@ -251,6 +251,9 @@ class LatentConfig:
     """Rotary part of a query head, and of the key that all heads share; even."""
     value_dim: int
     """Width of a value head."""
+    latent_eps: float | None = None
+    """Added to the mean of squares in the norms of the latent and of the compressed
+    query; None means `ModelConfig.norm_eps` (Kimi Linear: 1e-6)."""
 
     def __post_init__(self):
         """Validates the fields."""
@@ -421,9 +424,10 @@ class ModelConfig:
                 f"recurrence={self.recurrence} must be set exactly if other_attention "
                 "has a recurrent kind"
             )
-        if self.recurrence is not None and self.num_ahead_layers:
+        if recurrent and self.num_ahead_layers:
             raise ValueError(
-                f"num_ahead_layers={self.num_ahead_layers} must be 0 with recurrence"
+                f"num_ahead_layers={self.num_ahead_layers} must be 0 with recurrent "
+                "layers"
             )
         learned = [
             x.positions == "learned" for x in self.attention_kinds if not x.is_recurrent

@@ -177,7 +177,6 @@ def split_and_rotate(
 ]:
     """Splits a projection; queries and keys have rotary positions encoded."""
     if isinstance(qkv, LatentProjection):
-        assert angles is not None
         q, k, v = expand_latent(qkv, angles)
         return q[:, None], k, v
     q = qkv[:, :-2]
@@ -219,17 +218,19 @@ def rotate(
 
 
 def expand_latent(
-    projection: LatentProjection, angles: Angles, axis: int = -2
+    projection: LatentProjection, angles: Angles | None, axis: int = -2
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """Returns the queries, keys and values of all heads, with encoded positions.
 
-    They are `[heads, width, rows]`, or with `axis=-1` `[batch, seq, heads, width]`.
+    Without angles there are none. Results are `[heads, width, rows]`, or with `axis=-1`
+    `[batch, seq, heads, width]`.
     """
     q, latent, key, up = projection
     plain, turned = _split_features(q, q.shape[axis] - key.shape[axis], axis)
-    turned = rotate(turned, angles.cos, angles.sin, axis)
+    if angles is not None:
+        turned, key = (rotate(x, angles.cos, angles.sin, axis) for x in (turned, key))
     # Otherwise gradients are summed over devices for each head.
-    key = devices.varying_like(rotate(key, angles.cos, angles.sin, axis), q)
+    key = devices.varying_like(key, q)
     key = jnp.expand_dims(key, axis - 1)
     dims = "hdc,cr->hdr" if axis == -2 else "bsc,hdc->bshd"
     operands = (up, latent) if axis == -2 else (latent, up)
@@ -239,7 +240,7 @@ def expand_latent(
 
 
 def absorb_latent(
-    projection: LatentProjection, angles: Angles
+    projection: LatentProjection, angles: Angles | None
 ) -> tuple[Float[Array, "rows heads width"], Float[Array, "rows 1 width"]]:
     """Returns queries, and one key of all heads, of `kv_rank + rope_dim` features.
 
@@ -251,7 +252,8 @@ def absorb_latent(
     q, latent, key, up = projection
     plain, turned = _split_features(q, q.shape[-2] - key.shape[-2], -2)
     plain = jnp.einsum("hdc,hdr->hcr", up[:, : plain.shape[-2]], plain)
-    turned, key = (rotate(x, angles.cos, angles.sin) for x in (turned, key))
+    if angles is not None:
+        turned, key = (rotate(x, angles.cos, angles.sin) for x in (turned, key))
     queries = jnp.concatenate([plain, turned], axis=-2)
     row = jnp.concatenate([latent, key])
     return queries.transpose(2, 0, 1), row.T[:, None]

@@ -44,6 +44,11 @@ def fit_config(config: ModelConfig, degree: int, *, num_expert: int = 1) -> Mode
       ValueError: the heads, MLP or experts cannot be divided.
     """
     c = config
+    for name, number in (("tensor", degree), ("expert", num_expert)):
+        if number > 1 and c.recurrence is not None:
+            raise ValueError(
+                f"{name}={number} must be 1: recurrent layers are not divided"
+            )
     sizes = {"num_q_heads": config.num_q_heads}
     if c.experts is None or c.experts.num_dense_layers:
         sizes["mlp_size"] = c.mlp_size

@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from scaling.costs.activations import StoredTensor, per_token, stored_tensors
+    from scaling.costs.activations import (
+        StoredTensor,
+        layer_bytes,
+        per_token,
+        stored_tensors,
+    )
     from scaling.costs.devices import BYTES_PER_NUMBER, Device, Precision, find_device
     from scaling.costs.exchanges import Traffic
     from scaling.costs.flops import (
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
         prefill_work,
         roofline,
         sequence_kv_bytes,
+        sequence_state_bytes,
     )
     from scaling.costs.step_models import (
         DISTSERVE,

@@ -13,12 +13,15 @@ weights kept, one log-sum-exp a row).
 """
 
 import functools
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, get_args
 
 from jaxkv import validation
 from scaling.costs.parallelism import Layout
 from scaling.shapes import HeadAttention, ModelShape
+
+type LayerSort = Literal["every", "attention", "recurrent", "dense", "mixture"]
+"""Layers that have a tensor."""
 
 type Divided = Literal["sequence", "heads", "kv_heads", "no"]
 """Axis by which tensor parallelism divides a tensor; `sequence` applies only with
@@ -29,19 +32,19 @@ class StoredTensor(NamedTuple):
     """A tensor that one layer keeps.
 
     Attributes:
-      part: part of the layer: norms, attention, scores, mlp, experts.
+      part: part of the layer: norms, attention, scores, recurrent, mlp, experts.
       name: description of the tensor.
       formula: bytes per token, in the letters of `shapes.description`.
       bytes: bytes per token.
-      place: layers that have the tensor: every, dense or mixture.
+      place: layers that have the tensor.
       divided: axis by which tensor parallelism divides it.
     """
 
-    part: Literal["norms", "attention", "scores", "mlp", "experts"]
+    part: Literal["norms", "attention", "scores", "recurrent", "mlp", "experts"]
     name: str
     formula: str
     bytes: int | float
-    place: Literal["every", "dense", "mixture"]
+    place: LayerSort
     divided: Divided
 
 
@@ -67,10 +70,8 @@ def stored_tensors(
       number_bytes: bytes of a number, 2 or 4.
 
     Raises:
-      ValueError: a size is out of range, or the model has recurrent layers.
+      ValueError: a size is out of range.
     """
-    if model.num_recurrent_layers:
-        raise ValueError(f"{model.name}: recurrent layers keep tensors not counted yet")
     e = number_bytes
     h = model.hidden_size
     n = model.attention.num_q_heads
@@ -83,7 +84,9 @@ def stored_tensors(
     if dropout:
         tensors.append(norm("dropout masks of the branches", "2 h", 2 * h))
     tensors += _attention(model, e)
-    scores = functools.partial(StoredTensor, "scores", place="every", divided="heads")
+    scores = functools.partial(
+        StoredTensor, "scores", place="attention", divided="heads"
+    )
     if flash:
         tensors.append(scores("log-sum-exp", "4 n", 4 * n))
     else:
@@ -91,6 +94,7 @@ def stored_tensors(
     if dropout and not flash:
         tensors.append(scores("mask of the weights", "n s", n * sequence))
         tensors.append(scores("weights that are left", f"{e} n s", e * n * sequence))
+    tensors += _recurrent(model, e)
     if model.num_dense_layers:
         inner = e * (2 + model.gated)
         name = "gate, up and their product" if model.gated else "up, before and after"
@@ -99,8 +103,35 @@ def stored_tensors(
     return (*tensors, *_experts(model, e))
 
 
+def layer_bytes(
+    tensors: Sequence[StoredTensor],
+    model: ModelShape,
+    layers: Iterable[int],
+    layout: Layout | None = None,
+) -> list[float]:
+    """Returns the sum of the tensors of each layer, in bytes per token on one device.
+
+    Args:
+      tensors: as `stored_tensors` lists them.
+      model: shape of the model.
+      layers: numbers of the layers.
+      layout: as for `per_token`.
+    """
+    kinds = [
+        per_token(tensors, model, layout, is_recurrent=kind) for kind in (False, True)
+    ]
+    return [
+        kinds[model.is_recurrent(layer)][model.mixture_layers[layer]]
+        for layer in layers
+    ]
+
+
 def per_token(
-    tensors: Iterable[StoredTensor], model: ModelShape, layout: Layout | None = None
+    tensors: Iterable[StoredTensor],
+    model: ModelShape,
+    layout: Layout | None = None,
+    *,
+    is_recurrent: bool = False,
 ) -> tuple[float, float]:
     """Sums the tensors of a dense layer and of a layer with experts.
 
@@ -109,12 +140,13 @@ def per_token(
       model: shape of the model.
       layout: division over devices, one device by default; context parallelism is
         not applied here.
+      is_recurrent: True for layers with a state, False for those with attention.
 
     Returns:
       Bytes per token on one device of a dense layer and of a layer with experts.
     """
     layout = layout or Layout()
-    sums = {"every": 0.0, "dense": 0.0, "mixture": 0.0}
+    sums: dict[LayerSort, float] = dict.fromkeys(get_args(LayerSort.__value__), 0.0)
     for tensor in tensors:
         parts = 1
         if tensor.divided == "kv_heads":  # fewer heads than devices are copied
@@ -124,7 +156,8 @@ def per_token(
         ):
             parts = layout.tensor
         sums[tensor.place] += tensor.bytes / parts
-    return sums["every"] + sums["dense"], sums["every"] + sums["mixture"]
+    both = sums["every"] + sums["recurrent" if is_recurrent else "attention"]
+    return both + sums["dense"], both + sums["mixture"]
 
 
 def _attention(model: ModelShape, e: int) -> Iterable[StoredTensor]:
@@ -134,7 +167,7 @@ def _attention(model: ModelShape, e: int) -> Iterable[StoredTensor]:
     def tensor(name: str, formula: str, numbers: int, divided: Divided) -> StoredTensor:
         num_bytes = e * numbers
         return StoredTensor(
-            "attention", name, f"{e} · {formula}", num_bytes, "every", divided
+            "attention", name, f"{e} · {formula}", num_bytes, "attention", divided
         )
 
     if isinstance(a, HeadAttention):
@@ -153,6 +186,28 @@ def _attention(model: ModelShape, e: int) -> Iterable[StoredTensor]:
     yield tensor("latent and its norm, rotary key", "(2 c + dr)", latent, "no")
     yield tensor("queries and keys", "2 n (dn + dr)", 2 * n * a.key_dim, "heads")
     yield tensor("values and output", "2 n dv", 2 * n * a.value_dim, "heads")
+
+
+def _recurrent(model: ModelShape, e: int) -> Iterable[StoredTensor]:
+    """Tensors of a recurrent layer, whose kernel recomputes the states of chunks."""
+    if (r := model.recurrent) is None:
+        return
+
+    def tensor(name: str, formula: str, size: int) -> StoredTensor:
+        text = f"{e} · {formula}"
+        return StoredTensor("recurrent", name, text, e * size, "recurrent", "no")
+
+    channels = "2 nk dk + nv dv"
+    name = "before and after the convolution"
+    yield tensor(name, f"2 ({channels})", 2 * r.num_channels)
+    yield tensor("queries, keys and values", f"({channels})", r.num_channels)
+    yield tensor("gate, output, gated output", "3 nv dv", 3 * r.num_outputs)
+    numbers = r.num_value_heads * (r.key_dim if r.kind == "kda" else 1)
+    formula = "nv dk" if r.kind == "kda" else "nv"
+    if r.kind != "mamba2":
+        numbers += r.num_value_heads
+        formula = "(nv dk + nv)" if r.kind == "kda" else "2 nv"
+    yield tensor("decays and rates", formula, numbers)
 
 
 def _experts(model: ModelShape, e: int) -> Iterable[StoredTensor]:

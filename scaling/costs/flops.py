@@ -24,6 +24,11 @@ type Checkpointing = Literal["none", "selective", "full", "boundary"]
 (`full` and `boundary` differ only in the memory that they count)."""
 
 
+STATE_PRODUCTS = "state, token by token"
+"""Name of the products with the state of a recurrent layer; products of chunks of
+tokens have other counts."""
+
+
 class FlopTerm(NamedTuple):
     """Operations of one kind of product, over all layers.
 
@@ -104,6 +109,11 @@ def forward_terms(
         formula = f"2 · {repeats}{weight.formula}"
         flops = 2 * weight.size * number * times
         terms.append(FlopTerm(weight.part, weight.name, formula, flops, "s"))
+    if (r := model.recurrent) is not None:
+        products = 2 * r.products_per_number
+        flops = products * r.state_numbers * model.num_recurrent_layers * tokens
+        formula = f"{products} nv dk dv"
+        terms.append(FlopTerm("recurrent", STATE_PRODUCTS, formula, flops, "s"))
     scores, values, formulas = _widths(model, absorbed=past > 0)
     pairs = batch * model.over_layers(
         lambda window: twice_pairs(sequence, past, window, attention)

@@ -14,7 +14,7 @@ from jaxkv import validation
 from jaxkv.validation import ConfigRecord, NonNegativeInt
 from scaling.costs import activations as costs_activations
 from scaling.costs import parallelism, parameters
-from scaling.costs.activations import per_token
+from scaling.costs.activations import layer_bytes
 from scaling.costs.flops import Checkpointing
 from scaling.costs.parallelism import Layout
 from scaling.shapes import ModelShape
@@ -182,6 +182,8 @@ def _times(model: ModelShape, layout: Layout, stage: int) -> dict[str, int]:
     return {
         "first": 1,
         "every": len(layers),
+        "attention": sum(not model.is_recurrent(x) for x in layers),
+        "recurrent": sum(model.is_recurrent(x) for x in layers),
         "dense": sum(not model.mixture_layers[x] for x in layers),
         "mixture": sum(model.mixture_layers[x] for x in layers),
         "last": 1,
@@ -209,18 +211,18 @@ def _stage(
 
     tokens = batch * sequence // layout.context
     tensors = costs_activations.stored_tensors(model, sequence=sequence, **how)
-    full_bytes = per_token(tensors, model, layout)
+    layers = _layers_of(model, layout, stage)
+    full_bytes = layer_bytes(tensors, model, layers, layout)
     stored_bytes = full_bytes
     if checkpointing == "selective":
-        left = (tensor for tensor in tensors if tensor.part != "scores")
-        stored_bytes = per_token(left, model, layout)
+        left = tuple(tensor for tensor in tensors if tensor.part != "scores")
+        stored_bytes = layer_bytes(left, model, layers, layout)
     width = model.hidden_size * param_bytes.weight
     if checkpointing in ("full", "boundary"):
         # Kept whole on every tensor-parallel device: Korthikanti et al. 2022, table 2.
-        stored_bytes = width, width
-    layers = _layers_of(model, layout, stage)
-    activations = tokens * sum(stored_bytes[model.mixture_layers[x]] for x in layers)
-    again = tokens * max(full_bytes[model.mixture_layers[x]] for x in layers)
+        stored_bytes = [width] * len(layers)
+    activations = tokens * sum(stored_bytes)
+    again = tokens * max(full_bytes)
     logits = 4.0 * tokens * _vocab_part(model, layout) if stage == last else 0.0
     parts = layout.tensor if layout.sequence else 1
     ends = 2 * tokens * width / parts if stage == last else 0.0

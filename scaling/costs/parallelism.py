@@ -177,7 +177,19 @@ def check_layout(
       ValueError: a degree does not divide its size; the message has the first one.
     """
     if model.num_recurrent_layers:
-        raise ValueError(f"{model.name}: recurrent layers are not divided yet")
+        degrees = {
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "ring": layout.ring,
+            "ulysses": layout.ulysses,
+            "pages": layout.pages,
+        }
+        for name, degree in degrees.items():
+            if degree > 1:
+                raise ValueError(
+                    f"{name}={degree} must be 1: the recurrent layers of {model.name} "
+                    "are not divided"
+                )
     heads = model.attention.num_q_heads
     experts = model.experts
     kv_heads = model.attention.num_kv_heads

@@ -169,6 +169,8 @@ def _attention(model: ModelShape) -> Iterable[Weight]:
         yield weight("output", "n d h", n * d * h, split="heads")
         if a.out_gate:
             yield weight("output gate", "h n d", h * n * d, split="heads")
+            if a.qkv_bias:
+                yield plain("output gate bias", "n d", n * d, split="heads")
         if a.qkv_bias:
             yield plain("query bias", "n d", n * d, split="heads")
             yield plain("key and value bias", "2 m d", 2 * m * d, split="kv_heads")
@@ -204,16 +206,36 @@ def _recurrent(model: ModelShape) -> Iterable[Weight]:
     plain = functools.partial(Weight, "recurrent", place="recurrent")
     weight = functools.partial(plain, applied=1, split="heads")
     h = model.hidden_size
-    keys = 2 * r.num_key_heads * r.key_dim
-    values = r.num_value_heads * r.value_dim
-    yield weight("query, key, value", "h (2 nk dk + nv dv)", h * (keys + values))
-    yield weight("output gate", "h nv dv", h * values)
-    yield weight("decay and rate", "2 h nv", 2 * h * r.num_value_heads)
+    nv = r.num_value_heads
+    dv = r.value_dim
+    values = r.num_outputs
+    channels = r.num_channels
+    yield weight("query, key, value", "h (2 nk dk + nv dv)", h * channels)
     yield weight("output", "nv dv h", values * h)
-    size = r.kernel_size * (keys + values)
-    yield plain("convolution", "(2 nk dk + nv dv) w", size)
-    yield plain("decay biases", "2 nv", 2 * r.num_value_heads)
-    yield plain("output norm", "dv", r.value_dim)
+    yield plain("convolution", "(2 nk dk + nv dv) w", r.kernel_size * channels)
+    if r.conv_bias:
+        yield plain("convolution bias", "2 nk dk + nv dv", channels)
+    if r.kind == "kda":
+        # Gate and decay have a layer of the width of a head between.
+        decays = nv * r.key_dim
+        yield weight("output gate, down and up", "h dv + nv dv dv", (h + values) * dv)
+        yield weight("decay, down and up", "h dv + nv dk dv", (h + decays) * dv)
+        yield weight("rate", "h nv", h * nv)
+        yield plain("decay biases", "nv dk + nv", decays + nv)
+        yield plain("output norm", "dv", dv)
+        return
+    yield weight("output gate", "h nv dv", h * values)
+    if r.kind == "gdn":
+        yield weight("decay and rate", "2 h nv", 2 * h * nv)
+        yield plain("decay biases", "2 nv", 2 * nv)
+        yield plain("output norm", "dv", dv)
+        return
+    yield weight("decay", "h nv", h * nv)
+    yield plain("decay biases and skip", "3 nv", 3 * nv)
+    yield plain("output norm", "nv dv", values)
+    if r.projection_bias:
+        size = channels + values + nv + h
+        yield plain("biases of projections", "2 nk dk + 2 nv dv + nv + h", size)
 
 
 def _mlp(model: ModelShape) -> Iterable[Weight]:

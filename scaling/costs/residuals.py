@@ -46,8 +46,10 @@ def list_residuals(
       number_bytes: bytes of an activation: 4 in float32, 2 in bfloat16.
 
     Raises:
-      ValueError: the model has experts or latent attention.
+      ValueError: the model has experts, latent attention or recurrent layers.
     """
+    if config.recurrence is not None:
+        raise ValueError("residuals of recurrent layers are not listed")
     if config.latent is not None:
         raise ValueError("residuals of latent attention are not listed")
     if config.experts is not None:

@@ -27,7 +27,7 @@ class ServingWork(NamedTuple):
     Attributes:
       flops: operations of matrix products.
       weight_bytes: bytes of weights read.
-      kv_bytes: bytes of keys and values read and written.
+      kv_bytes: bytes of keys, values and states read and written.
     """
 
     flops: float
@@ -87,6 +87,24 @@ def sequence_kv_bytes(
     return layer_tokens * model.attention.cached_numbers * kv_bytes
 
 
+@validation.checks_numbers(kv_bytes=NUMBER_BYTES_RANGE)
+def sequence_state_bytes(
+    model: ModelShape, *, kv_bytes: int | float = 2
+) -> int | float:
+    """Returns the bytes of a sequence's states in all recurrent layers.
+
+    States are float32 for any weights. Qwen3-Next-80B-A3B in 16 bits: 77,266,944.
+
+    Args:
+      model: shape of the model.
+      kv_bytes: bytes of one number of the latest inputs of the convolution.
+    """
+    if (r := model.recurrent) is None:
+        return 0
+    layer_bytes = 4 * r.state_numbers + r.conv_numbers * kv_bytes
+    return model.num_recurrent_layers * layer_bytes
+
+
 def weight_bytes_read(
     model: ModelShape, tokens: int, *, weight_bytes: int | float = 2
 ) -> int | float:
@@ -141,7 +159,8 @@ def decode_work(
         weight_bytes=weight_bytes_read(model, batch, weight_bytes=weight_bytes),
         # The context is read; the key of the newest token was written just before.
         kv_bytes=batch * sequence_kv_bytes(model, context, kv_bytes=kv_bytes)
-        + batch * kv_bytes_per_token(model, kv_bytes=kv_bytes),
+        + batch * kv_bytes_per_token(model, kv_bytes=kv_bytes)
+        + 2 * batch * sequence_state_bytes(model, kv_bytes=kv_bytes),
     )
 
 
@@ -184,7 +203,9 @@ def prefill_work(
         weight_bytes=weight_bytes_read(
             model, batch * prompt, weight_bytes=weight_bytes
         ),
-        kv_bytes=written + read,
+        kv_bytes=written
+        + read
+        + 2 * batch * sequence_state_bytes(model, kv_bytes=kv_bytes),
     )
 
 
@@ -245,7 +266,7 @@ def max_batch(
     kv_bytes: int | float = 2,
     memory_share: float = 1.0,
 ) -> int:
-    """Returns the largest batch whose KV cache fits next to the weights.
+    """Returns the largest batch whose KV cache and states fit next to the weights.
 
     With a context of 1 this is the number of tokens that fit, with a context of 16 the
     number of pages of 16.
@@ -264,4 +285,6 @@ def max_batch(
     """
     weights = parameters.count_parameters(model).total * weight_bytes
     left = memory_share * device.memory_bytes * num_devices - weights
-    return max(0, int(left // sequence_kv_bytes(model, context, kv_bytes=kv_bytes)))
+    sequence = sequence_kv_bytes(model, context, kv_bytes=kv_bytes)
+    sequence += sequence_state_bytes(model, kv_bytes=kv_bytes)
+    return max(0, int(left // sequence))

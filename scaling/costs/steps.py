@@ -17,7 +17,7 @@ from jaxkv import validation
 from jaxkv.simulation import Work
 from scaling.costs import parameters, serving
 from scaling.costs.devices import Device, Precision
-from scaling.costs.flops import decode_terms
+from scaling.costs.flops import STATE_PRODUCTS, decode_terms
 from scaling.shapes import ModelShape
 
 
@@ -150,7 +150,10 @@ def step_cost(
     windows = model.attention_windows
     kinds = dict.fromkeys(windows)
     numbers = {
-        "flops_per_token": sum(x.flops for x in terms if x.growth == "s") - head,
+        "flops_per_token": sum(
+            x.flops for x in terms if x.growth == "s" and x.name != STATE_PRODUCTS
+        )
+        - head,
         "flops_per_logit": head,
         "flops_per_key": keys,
         "weight_bytes": read_bytes - share * routed * weight_bytes,

@@ -105,11 +105,13 @@ class LatentAttention(ConfigRecord):
 
 
 class RecurrentShape(ConfigRecord):
-    """Gated delta rule: a state of each sequence in place of K and V.
+    """A recurrence: a state of each sequence in place of K and V.
 
-    Source: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464.
+    Source: as `jaxkv.models.RecurrenceConfig`, which has the same fields.
     """
 
+    kind: Literal["gdn", "kda", "mamba2"] = "gdn"
+    """Gated delta rule, Kimi delta attention, or Mamba 2."""
     num_key_heads: PositiveInt
     num_value_heads: PositiveInt
     key_dim: PositiveInt
@@ -118,11 +120,34 @@ class RecurrentShape(ConfigRecord):
     """Width of a value head."""
     kernel_size: PositiveInt = 4
     """Tokens that the convolution over queries, keys and values sees."""
+    conv_bias: bool = False
+    projection_bias: bool = False
+    """True if the projections into and out of the recurrence have biases."""
+
+    @property
+    def num_channels(self) -> int:
+        """Width of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_outputs
+
+    @property
+    def num_outputs(self) -> int:
+        """Width of the output: values of all heads."""
+        return self.num_value_heads * self.value_dim
 
     @property
     def state_numbers(self) -> int:
-        """Numbers of a sequence's state in one layer."""
-        return self.num_value_heads * self.key_dim * self.value_dim
+        """Numbers of a sequence's state in one layer, without the convolution's."""
+        return self.num_outputs * self.key_dim
+
+    @property
+    def conv_numbers(self) -> int:
+        """Inputs of the convolution that a sequence keeps in one layer."""
+        return (self.kernel_size - 1) * self.num_channels
+
+    @property
+    def products_per_number(self) -> int:
+        """Products of a token with each number of the state: write, read, correct."""
+        return 2 if self.kind == "mamba2" else 3
 
 
 class MixtureShape(ConfigRecord):
@@ -209,6 +234,9 @@ class ModelShape(ConfigRecord):
             raise ValueError("mixture_layers without experts")
         if any(self.recurrent_layers) and self.recurrent is None:
             raise ValueError("recurrent_layers without recurrent")
+        if not any(self.recurrent_layers):  # one form of a model without them
+            object.__setattr__(self, "recurrent_layers", ())
+            object.__setattr__(self, "recurrent", None)
         if len(self.recurrent_layers) not in (0, self.num_layers):
             raise ValueError(
                 f"{len(self.recurrent_layers)} recurrent_layers for "
@@ -224,6 +252,10 @@ class ModelShape(ConfigRecord):
     def num_dense_layers(self) -> int:
         """Number of layers with a dense FFN."""
         return self.num_layers - self.num_mixture_layers
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Returns True if a layer has a state in place of attention."""
+        return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
     @property
     def num_recurrent_layers(self) -> int:

@@ -22,6 +22,10 @@ def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
         "experts": config.experts and vars(config.experts),
         "mixture_layers": tuple(map(config.is_mixture, range(config.num_layers))),
         "windows": config.windows,
+        "recurrent": config.recurrence and vars(config.recurrence),
+        "recurrent_layers": tuple(
+            layer in config.recurrent_layers for layer in range(config.num_layers)
+        ),
     }
     latent = {} if config.latent is None else vars(config.latent)
     return describe_fields({**vars(config), **latent, **parts})

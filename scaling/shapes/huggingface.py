@@ -17,6 +17,7 @@ from jaxkv.models import (
     parse_size,
     read_fields,
     refuse_other_values,
+    text_part,
     without_aliases,
 )
 from scaling.shapes.description import (
@@ -24,6 +25,7 @@ from scaling.shapes.description import (
     LatentAttention,
     MixtureShape,
     ModelShape,
+    RecurrentShape,
     describe_fields,
     field_names,
 )
@@ -38,6 +40,7 @@ _COUNTED_FIELDS = {
         + field_names(LatentAttention)
     ),
     *(f"experts.{name}" for name in field_names(MixtureShape)),
+    *(f"recurrence.{name}" for name in field_names(RecurrentShape)),
     *("experts.dense_layers", "experts.num_dense_layers", "experts.num_shared"),
 }
 
@@ -70,6 +73,7 @@ def describe_huggingface(raw: Mapping[str, object], *, name: str = "") -> ModelS
       ValueError: a value is not supported; the message has the key, its value and the
         allowed values.
     """
+    raw = text_part(raw)
     kind = family_of(raw)
     family = FAMILIES[kind]
     raw = without_aliases(family, raw)
@@ -80,11 +84,16 @@ def describe_huggingface(raw: Mapping[str, object], *, name: str = "") -> ModelS
     )
     fields = read_fields(counted, raw, MAX_SIZE)
     num_layers = fields["num_layers"]
+    if family.has_optional_experts and fields["experts"]["num_experts"] == 0:
+        del fields["experts"]
     if experts := fields.get("experts"):
         fields["mixture_layers"] = _mixture_layers(family, raw, experts, num_layers)
         shared_size = experts.get("num_shared", 0) * experts["size"]
         experts.setdefault("shared_size", shared_size)
     fields["windows"] = _windows(family, raw, num_layers)
+    if family.has_recurrence:
+        fields["recurrent"] = fields["recurrence"]
+        fields["recurrent_layers"] = _recurrent_layers(raw, num_layers)
     return describe_fields({**fields, "name": name or kind})
 
 
@@ -138,6 +147,20 @@ def _windows(
         return (None,)
     window = parse_size("sliding_window", window, high=MAX_SIZE)
     return tuple(window if has_window else None for has_window in slides)
+
+
+def _recurrent_layers(raw: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
+    """Returns the mask of the recurrent layers."""
+    kinds = raw.get("layer_types")
+    names = "full_attention", "linear_attention"
+    if not isinstance(kinds, list) or any(kind not in names for kind in kinds):
+        raise ValueError(
+            f"layer_types={validation.format_value(kinds)} must be a list of "
+            f"{' and '.join(names)}"
+        )
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries, not {num_layers}")
+    return tuple(kind == names[1] for kind in kinds)
 
 
 def _size(raw: Mapping[str, object], key: str, default: int, low: int = 1) -> int:

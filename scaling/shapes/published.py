@@ -273,6 +273,35 @@ CONFIGS: dict[str, dict[str, object]] = {
             for name in ("kimi-k2", "kimi-k2.5")
         },
     ),
+    # Kimi Team 2025, arXiv:2510.26692, and the checkpoint's config.json.
+    "kimi-linear-48b-a3b": {
+        "model_type": "kimi_linear",
+        "vocab_size": 163840,
+        "hidden_size": 2304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 32,
+        "intermediate_size": 9216,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "kda_layers": [x for x in range(1, 27) if x % 4],
+            "head_dim": 128,
+            "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+        "model_max_length": 1048576,
+    },
+    # Ai2 2026, OLMo-core's script of conversion; the defaults of transformers 5.24.
+    "olmo-hybrid-7b": {
+        "model_type": "olmo_hybrid",
+        "vocab_size": 100352,
+        "hidden_size": 3840,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 30,
+        "intermediate_size": 11008,
+        "linear_key_head_dim": 96,
+        "linear_value_head_dim": 192,
+        "max_position_embeddings": 65536,
+    },
     # GLM-5 Team 2026, the checkpoint's config.json; its indexer of sparse attention is
     # not counted.
     "glm-5": {

@@ -136,13 +136,15 @@ def resize_model[A: (ModelConfig, recurrent.RecurrentConfig)](
 
     Raises:
       ValueError: no shape is within 5 %, or `base` has experts, which have no single
-        width, or latent attention, which has several.
+        width, or latent attention or recurrent layers, which have several.
     """
     if isinstance(base, ModelConfig):
         if base.experts is not None:
             raise ValueError("mixtures of experts are not sized by one dial")
         if base.latent is not None:
             raise ValueError("latent attention is not sized by one dial")
+        if base.recurrence is not None:
+            raise ValueError("recurrent layers are not sized by one dial")
         nearest_shape: Any = _wide(base, num_params)
     else:
         # A GRU, the smaller of both kinds, has more than 4 h^2 parameters a layer.

@@ -257,7 +257,6 @@ class RowOrientation(Orientation):
         if isinstance(qkv, RecurrentProjection):
             return run_batch(qkv, self.shape, axis=self.axis), carry
         if isinstance(qkv, LatentProjection):
-            assert angles is not None
             q, k, v = expand_latent(qkv, angles, self.axis)
         else:
             split = isinstance(qkv, tuple)

@@ -23,6 +23,11 @@ FAMILIES = (
     "opt",
     "deepseek_v2",
     "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "kimi_linear",
+    "granitemoehybrid",
 )
 
 

@@ -31,7 +31,20 @@ CASES = [
             "gemma3_text",
             "opt",
             "deepseek_v3",
+            "qwen3_next",
+            "qwen3_5_text",
+            "olmo_hybrid",
+            "kimi_linear",
         )
+    ),
+    (
+        "granitemoehybrid",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_d_head": 64,
+            "mamba_proj_bias": True,
+        },
     ),
     ("gpt2", {"n_layer": 3}),
     (
@@ -75,6 +88,11 @@ num_hidden_layers num_key_value_heads num_local_experts num_nextn_predict_layers
 q_lora_rank qk_nope_head_dim qk_rope_head_dim shared_expert_intermediate_size
 sliding_window sliding_window_pattern tie_word_embeddings topk_method
 use_sliding_window v_head_dim vocab_size word_embed_proj_dim
+linear_conv_kernel_dim linear_head_dim linear_key_head_dim linear_num_heads
+linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_conv_bias
+mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads
+mamba_proj_bias mlp_layer_types num_experts_per_token num_shared_experts
+shared_intermediate_size
 """.split()
 
 

@@ -55,9 +55,16 @@ FAMILIES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 KINDS = [*FAMILIES][[*FAMILIES].index("gpt_neox") :]
 """Families with further kinds of layers."""
+HYBRIDS = [*FAMILIES][[*FAMILIES].index("qwen3_next") :]
+"""Families with recurrent layers."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
@@ -123,7 +130,9 @@ def draw_config(draw: Draw, family: str) -> dict[str, Any]:
         return raw | draw_latent(draw, family, raw)
     if family in KINDS:
         ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        return raw | ids | draw_kinds(draw, family, raw)
+        is_hybrid = family in HYBRIDS
+        draw_fields = draw_hybrid if is_hybrid else draw_kinds
+        return raw | ids | draw_fields(draw, family, raw)
     stretched = raw["rope_parameters"]["rope_type"] in ("yarn", "dynamic")
     # Without `head_dim` transformers cannot build these models.
     if family.startswith("qwen3") or stretched or draw.chance(0.4):
@@ -217,6 +226,85 @@ def draw_kinds(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
         | {"rope_parameters": draw.one(plain, yarn | {"truncate": False})},
     }
     return fields[family]
+
+
+def draw_hybrid(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Draws fields of families with recurrent layers."""
+    names = "full_attention", "linear_attention"
+    types = [*names, *[draw.one(*names) for _ in range(draw.one(0, 1, 2))]]
+    types = [str(kind) for kind in draw.rng.permutation(types)]
+    num_layers = len(types)
+    plain = {"rope_type": "default", "rope_theta": draw.one(1e3, 1e4)}
+    part = plain | {"partial_rotary_factor": draw.one(0.25, 0.5, 1.0)}
+    keys = draw.one(1, 2)
+    delta = {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * draw.one(1, 2, 3),
+        "linear_key_head_dim": draw.one(4, 7),
+        "linear_value_head_dim": draw.one(4, 6),
+        "linear_conv_kernel_dim": draw.one(2, 4),
+    }
+    bias = {"attention_bias": draw.chance(0.3)}
+    head = {"head_dim": draw.one(4, 8, 12), "rope_parameters": part} | bias
+    experts = {
+        "num_experts": draw.one(4, 6),
+        "num_experts_per_tok": draw.one(1, 2),
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": draw.one(8, 16),
+        "norm_topk_prob": draw.chance(0.5),
+        "mlp_only_layers": draw.one([], [], [0], [1]),
+        "decoder_sparse_step": draw.one(1, 1, 1, 2),
+    }
+    dense = draw.one(0, 1, 1)
+    fields: dict[str, Any] = {
+        "qwen3_next": delta | head | experts,
+        "qwen3_5_text": delta | head,
+        "olmo_hybrid": delta
+        | bias
+        | {
+            "linear_allow_neg_eigval": draw.chance(0.5),
+            "rope_parameters": plain | draw.one({}, {"rope_theta": None}),
+        },
+        "kimi_linear": {
+            "num_key_value_heads": raw["num_attention_heads"],
+            "rope_parameters": None,
+            "kv_lora_rank": draw.one(6, 12),
+            "q_lora_rank": draw.one(None, None, 10),
+            "qk_nope_head_dim": draw.one(5, 8),
+            "qk_rope_head_dim": draw.one(4, 6),
+            "v_head_dim": draw.one(7, 8),
+            "num_experts": 8,
+            "num_experts_per_token": draw.one(1, 2),
+            "moe_intermediate_size": 16,
+            "num_expert_group": draw.one(1, 2),
+            "moe_renormalize": draw.chance(0.5),
+            "mlp_layer_types": ["dense"] * dense + ["sparse"] * (num_layers - dense),
+            "linear_head_dim": draw.one(4, 7),
+            "linear_num_heads": draw.one(1, 3),
+            "linear_conv_kernel_dim": draw.one(2, 4),
+        },
+        "granitemoehybrid": bias
+        | {
+            "position_embedding_type": draw.one(None, "rope"),
+            "rope_parameters": plain,
+            "embedding_multiplier": draw.one(1.0, 3.0),
+            "attention_multiplier": draw.one(0.1, 0.4),
+            "residual_multiplier": draw.one(0.3, 1.0),
+            "logits_scaling": draw.one(0.5, 3.0),
+            "num_local_experts": draw.one(0, 4),
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": draw.one(8, 24),
+            "mamba_expand": 1,
+            "mamba_n_heads": 4,
+            "mamba_d_head": raw["hidden_size"] // 4,
+            "mamba_n_groups": draw.one(1, 2),
+            "mamba_d_state": draw.one(4, 6),
+            "mamba_d_conv": draw.one(2, 4),
+            "mamba_conv_bias": draw.chance(0.5),
+            "mamba_proj_bias": draw.chance(0.5),
+        },
+    }
+    return {"layer_types": types, "num_hidden_layers": num_layers} | fields[family]
 
 
 def draw_latent(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:

@@ -202,6 +202,7 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
             **eager,
         ),
         **attention_kinds(),
+        **hybrids(),
         "sharded": llama(
             **BASE | dict(num_key_value_heads=4, attention_bias=True, mlp_bias=True)
         ),
@@ -313,6 +314,72 @@ def attention_kinds() -> dict[str, transformers.PretrainedConfig]:
             **window,
             swiglu_limit=1.5,
             rope_parameters=yarn | dict(truncate=False),
+        ),
+    }
+
+
+def hybrids() -> dict[str, transformers.PretrainedConfig]:
+    """Returns configurations of families with recurrent layers."""
+    t = transformers
+    types = dict(layer_types=["linear_attention", "full_attention", "linear_attention"])
+    three = BASE | dict(num_hidden_layers=3) | types
+    delta = dict(
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=7,
+    )
+    return {
+        "qwen3_next": t.Qwen3NextConfig(
+            **three | MIXTURE | dict(num_hidden_layers=3),
+            **delta,
+            head_dim=12,
+            num_experts=6,
+            moe_intermediate_size=12,
+            shared_expert_intermediate_size=20,
+            attention_bias=True,
+        ),
+        "qwen3_5_text": t.Qwen3_5TextConfig(
+            **three,
+            **delta,
+            head_dim=12,
+            linear_conv_kernel_dim=3,
+            tie_word_embeddings=True,
+        ),
+        # Without positions, as the published model.
+        "olmo_hybrid": t.OlmoHybridConfig(
+            **three,
+            **delta,
+            rope_parameters=dict(rope_type="default", rope_theta=None),
+        ),
+        "kimi_linear": t.KimiLinearConfig(
+            **three | MIXTURE | dict(num_hidden_layers=3, num_key_value_heads=4),
+            kv_lora_rank=12,
+            qk_nope_head_dim=10,
+            qk_rope_head_dim=6,
+            v_head_dim=9,
+            num_experts=8,
+            num_expert_group=4,
+            topk_group=2,
+            moe_intermediate_size=12,
+            linear_head_dim=6,
+            linear_num_heads=3,
+        ),
+        "granitemoehybrid": t.GraniteMoeHybridConfig(
+            **three | MIXTURE | dict(num_hidden_layers=3),
+            num_local_experts=4,
+            shared_intermediate_size=20,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.6,
+            logits_scaling=0.7,
+            position_embedding_type="rope",
+            mamba_expand=1,
+            mamba_n_heads=4,
+            mamba_n_groups=2,
+            mamba_d_state=6,
+            mamba_d_head=8,
+            mamba_proj_bias=True,
         ),
     }
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxkv.models.huggingface.configs import from_hf, to_hf
+    from jaxkv.models.huggingface.configs import from_hf, text_part, to_hf
     from jaxkv.models.huggingface.families import FAMILIES
     from jaxkv.models.huggingface.weights import (
         Place,

@@ -10,10 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxkv import validation
-from jaxkv.models.config import Experts, LatentConfig, ModelConfig
+from jaxkv.models.config import (
+    Experts,
+    LatentConfig,
+    ModelConfig,
+    RecurrenceConfig,
+)
 from jaxkv.models.huggingface import harmless, positions, values, windows
 from jaxkv.models.huggingface.families import FAMILIES
-from jaxkv.models.huggingface.family import Family
+from jaxkv.models.huggingface.family import Family, KeyForm
 from jaxkv.models.huggingface.values import shorten
 
 # Activation -> Hugging Face's names of it; the first one is written.
@@ -33,6 +38,7 @@ _FIELD_VALUES: Mapping[str, Callable[[Any], Any]] = {
     "parallel": lambda x: "parallel" if x else "serial",
     # Early folders say "gelu", and mean its approximation.
     "approximate": lambda x: "gelu_tanh" if x == "gelu" else x,
+    "doubled": lambda x: 2.0 if x else 1.0,
 }
 _KEY_VALUES: Mapping[str, Callable[[Any], Any]] = {
     "same": lambda x: x,
@@ -40,8 +46,12 @@ _KEY_VALUES: Mapping[str, Callable[[Any], Any]] = {
     "inverse_root": lambda x: _whole(round(x**-2, 9)),
     "parallel": lambda x: x == "parallel",
     "approximate": lambda x: x,
+    "doubled": lambda x: x == 2,
 }
 """From values of keys to fields, and back, by `Key.form`."""
+
+
+_NUM_EXPERTS = "experts.num_experts"
 
 
 def _whole(x: float) -> int | float:
@@ -61,6 +71,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
       ValueError: a key is not supported; the message has the key, its value and the
         supported values.
     """
+    raw = text_part(raw)
     name = _family_of(raw)
     family = FAMILIES[name]
     raw = without_aliases(family, raw)
@@ -87,11 +98,19 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         latent = {
             field.name: fields.pop(field.name)
             for field in dataclasses.fields(LatentConfig)
+            if field.name in fields
         }
         fields["latent"] = LatentConfig(**latent)
         fields["num_kv_heads"] = fields["num_q_heads"]
         fields["head_dim"] = latent["nope_dim"] + latent["rope_dim"]
-    if experts := fields.pop("experts", None):
+    recurrence = fields.pop("recurrence", None)
+    kinds = fields.get("other_attention", ())
+    if any(kind.is_recurrent for kind in kinds):
+        fields["recurrence"] = RecurrenceConfig(**recurrence)
+    experts = fields.pop("experts", None)
+    if family.has_optional_experts and experts["num_experts"] == 0:
+        experts = None
+    if experts:
         if "topk_method" in family.keys:
             experts |= _read_groups(raw.get("topk_method"))
         if (num_shared := experts.pop("num_shared", None)) is not None:
@@ -128,7 +147,8 @@ def read_fields(
       high: largest allowed size.
 
     Returns:
-      Fields with the names of an entry; fields of experts are in a nested dict.
+      Fields with the names of an entry; those of experts and of a recurrence are in
+      nested dicts.
 
     Raises:
       ValueError: a key is missing or invalid; the message has the key and its value.
@@ -139,7 +159,12 @@ def read_fields(
         # A null means "derived" if the field can be derived, else the default.
         if value is None and (key not in raw or names[0] not in family.derived):
             value = default
-        if value is not None:
+        may_be_zero = family.has_optional_experts and names[0] == _NUM_EXPERTS
+        if form == "range":
+            result |= dict(zip(names, values.parse_range(key, value), strict=True))
+        elif may_be_zero and value == 0 and value is not False:
+            result[names[0]] = 0
+        elif value is not None:
             checked = _checked(key, names[0], value, high)
             result |= dict.fromkeys(names, _FIELD_VALUES[form](checked))
         elif names[0] not in result and names[0] not in family.derived:
@@ -158,11 +183,11 @@ def read_fields(
                 f"hidden_size={hidden} must be a multiple of num_q_heads={heads}"
             )
         result.setdefault("head_dim", hidden // heads)
-    prefix = "experts."
-    if mixture := [field for field in result if field.startswith(prefix)]:
-        result["experts"] = {
-            field.removeprefix(prefix): result.pop(field) for field in mixture
-        }
+    for part in ("experts", "recurrence"):
+        if names := [field for field in result if field.startswith(f"{part}.")]:
+            result[part] = {
+                field.removeprefix(f"{part}."): result.pop(field) for field in names
+            }
     return result
 
 
@@ -197,16 +222,22 @@ def to_hf(config: ModelConfig) -> dict[str, object]:
         **{
             key: written[fields[0]]
             if fields[0] in written
-            else _KEY_VALUES[form](operator.attrgetter(fields[0])(config))
+            else _write_key(config, fields, form)
             for key, (fields, _, form) in family.keys.items()
-            if config.experts or not fields[0].startswith("experts.")
+            if (config.experts or not fields[0].startswith("experts."))
+            and (config.recurrence or not fields[0].startswith("recurrence."))
         },
         **family.only_served,
         **family.only,
     }
+    if family.has_optional_experts and config.experts is None:
+        names = {x.fields[0]: key for key, x in family.keys.items()}
+        raw[names[_NUM_EXPERTS]] = 0
     raw |= {key: raw[other] for key, other in family.equal.items()}
     if family.implied.get("positions") != "learned":
         raw |= positions.write_positions(family, config)
+    if family.further_keys is not None:
+        raw |= family.further_keys(config)
     # Reading it back verifies that the family can express every field.
     back = from_hf(raw)
     for name, value in vars(config).items():
@@ -216,6 +247,14 @@ def to_hf(config: ModelConfig) -> dict[str, object]:
                 f"family={config.family!r}, which means {getattr(back, name)!r}"
             )
     return raw
+
+
+def _write_key(config: ModelConfig, fields: tuple[str, ...], form: KeyForm) -> object:
+    """Returns the value of a key from the fields that it sets."""
+    if form != "range":
+        return _KEY_VALUES[form](operator.attrgetter(fields[0])(config))
+    low, high = operator.attrgetter(*fields)(config)
+    return [low, {"__float__": "Infinity"} if high is None else high]
 
 
 def _is_fp8(settings: object) -> bool:
@@ -287,11 +326,37 @@ def _family_of(raw: Mapping[str, object]) -> str:
     return names[architectures]
 
 
-def without_aliases(family: Family, raw: Mapping[str, object]) -> dict[str, object]:
-    """Replaces aliases of keys by the keys.
+def text_part(raw: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the file of the language model in that of a model with images.
 
     Raises:
-      ValueError: two names of one key have different values.
+      ValueError: the two disagree about the output head.
+    """
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        return raw
+    for name, family in FAMILIES.items():
+        if family.wrapper is None or raw.get("model_type") != family.wrapper:
+            continue
+        is_tied = raw.get("tie_word_embeddings", False)
+        if text.get("tie_word_embeddings", is_tied) != is_tied:
+            raise ValueError(
+                f"tie_word_embeddings={shorten(is_tied)} contradicts that of "
+                "text_config"
+            )
+        outer = {"architectures": [family.architecture], "tie_word_embeddings": is_tied}
+        if "quantization_config" in raw:
+            outer["quantization_config"] = raw["quantization_config"]
+        return {"model_type": name, **text, **outer}
+    return raw
+
+
+def without_aliases(family: Family, raw: Mapping[str, object]) -> dict[str, object]:
+    """Replaces aliases of keys, and other forms of keys, by the keys.
+
+    Raises:
+      ValueError: two names of one key have different values, or a key in another form
+        is not supported.
     """
     raw = dict(raw)
     for alias, key in family.aliases.items():
@@ -302,7 +367,7 @@ def without_aliases(family: Family, raw: Mapping[str, object]) -> dict[str, obje
                 f"{alias}={shorten(value)} contradicts {key}={shorten(raw[key])}"
             )
         raw[key] = value
-    return raw
+    return raw if family.rewrite is None else family.rewrite(raw)
 
 
 def refuse_other_values(

@@ -3,9 +3,14 @@
 from jaxkv import validation
 from jaxkv.models.huggingface.dense_families import DENSE_FAMILIES
 from jaxkv.models.huggingface.family import Family
+from jaxkv.models.huggingface.hybrid_families import HYBRID_FAMILIES
 from jaxkv.models.huggingface.mixture_families import MIXTURE_FAMILIES
 
-FAMILIES: dict[str, Family] = {**DENSE_FAMILIES, **MIXTURE_FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **DENSE_FAMILIES,
+    **MIXTURE_FAMILIES,
+    **HYBRID_FAMILIES,
+}
 """Families that are read, written or counted; `register_family` adds to them."""
 
 

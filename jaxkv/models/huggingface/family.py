@@ -4,10 +4,20 @@
 computes the size of all families.
 """
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-type KeyForm = Literal["same", "inverse", "inverse_root", "parallel", "approximate"]
+if TYPE_CHECKING:
+    from jaxkv.models.config import ModelConfig
+
+type RawConfig = dict[str, Any]
+"""A parsed `config.json`."""
+type PartRows = Callable[["ModelConfig"], Mapping[str, Sequence[int]]]
+"""From a model to the rows of each part of a tensor."""
+
+type KeyForm = Literal[
+    "same", "inverse", "inverse_root", "parallel", "approximate", "doubled", "range"
+]
 """Relations of a key's value to that of its fields: see `Key.form`."""
 
 type Windows = Literal[
@@ -25,7 +35,8 @@ class Key(NamedTuple):
     """Value of a missing key; None if the key is required or derived."""
     form: KeyForm = "same"
     """From the value x of the key to that of the field: x, 1 / x, x ** -0.5, "parallel"
-    for true and "serial" for false, or "gelu_tanh" for "gelu"."""
+    for true and "serial" for false, "gelu_tanh" for "gelu", 2 for true and 1 for false,
+    or a list [low, high] to two fields."""
 
 
 class Family(NamedTuple):
@@ -112,6 +123,36 @@ class Family(NamedTuple):
     """Modules of experts whose last axis alternates between gate and up."""
     skips_ahead: bool = False
     """True if layers after the model's, for multi-token prediction, are not read."""
+    rewrite: Callable[[RawConfig], RawConfig] | None = None
+    """Replaces other forms of keys, nested ones for example, by those of the tables."""
+    further_keys: Callable[["ModelConfig"], RawConfig] | None = None
+    """Function from a `ModelConfig` to keys that other software needs in addition."""
+    recurrent_modules: Mapping[str, tuple[str, ...]] = {}
+    """As `modules`, where recurrent layers differ."""
+    recurrent_norm_places: Literal["before", "after", "both"] | None = None
+    """`AttentionKind.norm_places` of recurrent layers."""
+    packed: Mapping[str, PartRows] = {}
+    """Module of the folder whose tensors have the rows of several parts -> a function
+    from a `ModelConfig` to the rows of each. `modules` has the parts as `module:part`.
+    """
+    other_names: Mapping[str, str] = {}
+    """Module of the folder -> its name in some folders."""
+    wrapper: str | None = None
+    """Model type of files of a model with images whose `text_config` is of this
+    family."""
+    text_prefix: str | None = None
+    """First part of the names of tensors in folders of such a model, for `base`."""
+    ignored: tuple[str, ...] = ()
+    """First parts of the names of tensors that are not read."""
+    has_optional_experts: bool = False
+    """True if 0 experts mean an MLP."""
+    ignored_rope: tuple[str, ...] = ()
+    """Rotary keys without effect."""
+
+    @property
+    def has_recurrence(self) -> bool:
+        """True if some layers may be recurrent."""
+        return "recurrence.kind" in self.implied
 
 
 def key(

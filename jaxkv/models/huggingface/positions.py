@@ -22,7 +22,9 @@ from jaxkv.models.huggingface.values import (
 )
 from jaxkv.models.huggingface.windows import (
     FULL,
+    RECURRENT,
     SLIDING,
+    read_recurrent_layers,
     read_rotary_layers,
     read_windows,
 )
@@ -42,6 +44,8 @@ ROPE_KEYS = frozenset(
     )
 )
 """Keys that are read for families with rotary positions."""
+_MODEL_FIELDS = "window", "positions", "rope_theta", "rope_scaling"
+"""Fields of the first kind of attention, which are those of the model."""
 
 
 def read_positions(
@@ -70,17 +74,25 @@ def read_positions(
         settings.setdefault("partial_rotary_factor", size / fields["head_dim"])
     windows = read_windows(family, raw, fields["num_layers"])
     has_rope = read_rotary_layers(family, settings, fields["num_layers"])
-    layers = [*zip(windows, has_rope, strict=True)]
+    recurrent = read_recurrent_layers(family, raw, fields["num_layers"])
+    layers = [*zip(recurrent, windows, has_rope, strict=True)]
     by_type = _split_rope(family, settings)
-    kinds: dict[tuple[int | None, bool], AttentionKind] = {}
+    kinds: dict[tuple[bool, int | None, bool], AttentionKind] = {}
     shares = set()
     growth = set()
-    for window, rotary in layers:
-        if (window, rotary) in kinds:
+    for layer in layers:
+        is_recurrent, window, rotary = layer
+        if layer in kinds:
+            continue
+        if is_recurrent:
+            places = family.recurrent_norm_places
+            kinds[layer] = AttentionKind(
+                positions="none", norm_places=places, is_recurrent=True
+            )
             continue
         kind = SLIDING if window is not None and SLIDING in by_type else FULL
         rope = by_type[kind]
-        kinds[window, rotary] = AttentionKind(
+        kinds[layer] = AttentionKind(
             window=window,
             positions="rope" if rotary else "none",
             rope_theta=parse_positive_number("rope_theta", rope["rope_theta"]),
@@ -90,18 +102,15 @@ def read_positions(
         growth.add(rope.get(GROWTH))
     if len(shares) > 1 or len(growth) > 1:
         raise ValueError("rope_parameters must not differ in the rotary part of a head")
-    # Kind 0 has all tokens and positions, if a layer has.
-    order = sorted(kinds, key=lambda key: (key[0] is not None, not key[1]))
+    # Kind 0 has attention, and all tokens and positions, if a layer has.
+    order = sorted(kinds, key=lambda key: (key[0], key[1] is not None, not key[2]))
     numbers = tuple(order.index(layer) for layer in layers)
     first, *others = (kinds[key] for key in order)
     [share] = shares
     [beta] = growth
     size = int(fields["head_dim"] * share)
     return {
-        "window": first.window,
-        "positions": first.positions,
-        "rope_theta": first.rope_theta,
-        "rope_scaling": first.rope_scaling,
+        **{name: getattr(first, name) for name in _MODEL_FIELDS},
         "other_attention": tuple(others),
         "attention_pattern": _period_of(numbers),
         "rotary_size": None if size == fields["head_dim"] else size,
@@ -211,13 +220,16 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, object]:
     if family.local_theta:
         local = [kind for kind in kinds if kind.window is not None] or kinds
         raw["rope_parameters"] = {
-            FULL: _write_rope(kinds[0], config),
-            SLIDING: _write_rope(local[0], config),
+            FULL: _write_rope(family, kinds[0], config),
+            SLIDING: _write_rope(family, local[0], config),
         }
+    elif family.implied.get("positions") == "none":
+        pass
     elif config.score_growth is not None or len(config.rotary_kinds) < len(kinds):
-        raw["rope_parameters"] = _write_rope(config.rotary_kinds[0], config)
+        kind = (config.rotary_kinds or kinds)[0]
+        raw["rope_parameters"] = _write_rope(family, kind, config)
     else:
-        rope = _write_rope(kinds[0], config)
+        rope = _write_rope(family, kinds[0], config)
         raw["rope_theta"] = rope.pop("rope_theta")
         if "partial_rotary_factor" in rope:
             raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
@@ -228,6 +240,10 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, object]:
     if "no_rope_layers" in family.position_keys:
         rotary = [kinds[config.kind_of(x)].positions == "rope" for x in layers]
         raw["no_rope_layers"] = [int(x) for x in rotary]
+    if family.has_recurrence:
+        recurrent = config.recurrent_layers
+        raw["layer_types"] = [RECURRENT if x in recurrent else FULL for x in layers]
+        return raw
     windows = config.windows
     sizes = {window for window in windows if window is not None}
     has_types = family.windows in ("even", "pattern", "listed")
@@ -242,11 +258,14 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, object]:
     return raw
 
 
-def _write_rope(kind: AttentionKind, config: ModelConfig) -> dict[str, object]:
+def _write_rope(
+    family: Family, kind: AttentionKind, config: ModelConfig
+) -> dict[str, object]:
     """Returns the rotary keys of layers of a kind."""
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": kind.rope_theta}
-    if config.rotary_size is not None:
-        rope["partial_rotary_factor"] = config.rotary_size / config.head_dim
+    size = config.rotary_size or config.head_dim
+    if size != config.head_dim or family.rope_share != 1:
+        rope["partial_rotary_factor"] = size / config.head_dim
     if config.score_growth is not None:
         rope[GROWTH] = config.score_growth
     if kind.rope_scaling is not None:

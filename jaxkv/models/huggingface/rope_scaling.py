@@ -48,7 +48,7 @@ def read_scaling(
             f"rope_type={shorten(kind)} is not supported, only {supported}"
         )
     for key, value in rope.items():
-        if key not in _ROPE[kind]:
+        if key not in _ROPE[kind] and key not in family.ignored_rope:
             raise ValueError(
                 f"{key}={shorten(value)} has no effect with rope_type={kind!r}"
             )

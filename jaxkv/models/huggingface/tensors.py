@@ -6,6 +6,7 @@ a folder mostly are not. `list_leaves` lists the tensors of every parameter;
 """
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -20,6 +21,9 @@ from jaxkv.models.huggingface.family import Family
 
 # Buffers that older versions of transformers saved: constants, not weights.
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
+
+# Part of a tensor in a name of `Leaf`.
+_PART = re.compile(r":(\w+)")
 
 # Modules with one matrix per expert.
 EXPERT_MODULES = (".mixture.up", ".mixture.down")
@@ -78,6 +82,8 @@ def list_leaves(config: ModelConfig, *, is_stacked: bool = False) -> list[Leaf]:
         modules |= STACKED_EXPERTS
         if ".block_sparse_moe.e_score_correction_bias" in sum(modules.values(), ()):
             modules[".mixture.router.bias"] = (".mlp.e_score_correction_bias",)
+    recurrent_modules = modules | {**family.recurrent_modules}
+    recurrent_layers = {*config.recurrent_layers}
     result = []
     for keys, spec in jax.tree_util.tree_leaves_with_path(
         transformer.param_shapes(config)
@@ -85,16 +91,19 @@ def list_leaves(config: ModelConfig, *, is_stacked: bool = False) -> list[Leaf]:
         path = tuple(key.key for key in keys)
         prefix = ""
         module = _module(path)
+        places = modules
         kind = path[-1]
         if in_layer := module.startswith("."):
             # Layers for multi-token prediction follow those of the model.
             first = config.num_layers if path[0] == "ahead" else 0
             prefix = family.layer.format(first + path[1])
-        if (whole := f"{module}.{kind}") in modules:
-            names = tuple(f"{prefix}{name}" for name in modules[whole])
-        elif module in modules:
+            if path[:1] == ("layers",) and path[1] in recurrent_layers:
+                places = recurrent_modules
+        if (whole := f"{module}.{kind}") in places:
+            names = tuple(f"{prefix}{name}" for name in places[whole])
+        elif module in places:
             suffix = "bias" if kind == "bias" else "weight"
-            names = tuple(f"{prefix}{name}.{suffix}" for name in modules[module])
+            names = tuple(f"{prefix}{name}.{suffix}" for name in places[module])
         else:
             raise ValueError(f"family={config.family!r} has no place for {module}")
         # Shapes `[out, ...]` of the tensors.
@@ -116,6 +125,13 @@ def list_leaves(config: ModelConfig, *, is_stacked: bool = False) -> list[Leaf]:
             shapes = [(count, *tail_shape) for count in row_counts]
         elif module in (".q_norm", ".k_norm"):
             shapes = [(math.prod(spec.shape),)]
+        elif module == ".mixer.mixed" and len(names) > 1:
+            shapes = [(size, width) for size in _channel_counts(config)]
+        elif module == ".mixer" and kind == "kernel":
+            sizes = _channel_counts(config) if len(names) > 1 else [lead[0]]
+            shapes = [(size, 1, width) for size in sizes]
+        elif module == ".mixer" and kind == "decay_rate" and _is_kda(config):
+            shapes = [(1, 1, width, 1)]
         is_transposed = family.is_conv1d and in_layer
         if is_transposed:
             shapes = [shape[::-1] for shape in shapes]
@@ -133,6 +149,18 @@ def list_leaves(config: ModelConfig, *, is_stacked: bool = False) -> list[Leaf]:
             )
         )
     return result
+
+
+def _channel_counts(config: ModelConfig) -> list[int]:
+    """Returns the numbers of channels of queries, keys and values of a recurrence."""
+    r = config.recurrence
+    assert r is not None
+    keys = r.num_key_heads * r.key_dim
+    return [keys, keys, r.num_outputs]
+
+
+def _is_kda(config: ModelConfig) -> bool:
+    return config.recurrence is not None and config.recurrence.kind == "kda"
 
 
 def _expert_tensors(
@@ -167,6 +195,8 @@ def _head_order(
     pairs that turn are first. Any order gives the same scores, since queries and keys
     share it.
     """
+    if not config.rotary_kinds:
+        return None
     if config.latent is not None:
         if module not in (".q", ".q_up", ".kv_down"):
             return None
@@ -175,7 +205,7 @@ def _head_order(
         first = range(rows - size)
         pairs = range(rows - size, rows)
         return (*first, *pairs[::2], *pairs[1::2])
-    if module not in (".qkv", ".q_norm", ".k_norm") or not config.rotary_kinds:
+    if module not in (".qkv", ".q_norm", ".k_norm"):
         return None
     num = -(-(config.rotary_size or config.head_dim) // 2)
     rest = [*range(2 * num, config.head_dim)]
@@ -285,6 +315,63 @@ def split_parameter(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
     return [part.T if leaf.is_transposed else part for part in parts]
 
 
+def stored_name(name: str) -> str:
+    """Returns the tensor that has a name of `Leaf`, or a part of it: `module:part`."""
+    return _PART.sub("", name)
+
+
+def packed_rows(config: ModelConfig, name: str) -> list[int] | None:
+    """Returns the rows of the stored tensor that a name of `Leaf` has; None for all."""
+    if (part := _PART.search(name)) is None:
+        return None
+    family = FAMILIES[config.family]
+    before = name[: part.start()]
+    [rows_of] = [
+        rows for module, rows in family.packed.items() if before.endswith(module)
+    ]
+    return [*rows_of(config)[part[1]]]
+
+
+def pack_parts(
+    config: ModelConfig, parts: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Returns stored tensors, given all parts of each."""
+    result: dict[str, np.ndarray] = {}
+    sizes: dict[str, int] = {}
+    for name, part in parts.items():
+        stored = stored_name(name)
+        sizes[stored] = sizes.get(stored, 0) + len(part)
+    for name, part in parts.items():
+        if (rows := packed_rows(config, name)) is None:
+            result[name] = part
+            continue
+        stored = stored_name(name)
+        if stored not in result:
+            result[stored] = np.empty((sizes[stored], *part.shape[1:]), part.dtype)
+        result[stored][rows] = part
+    return result
+
+
+def fit_equal_parts(leaf: Leaf, stored: Mapping[str, tuple[int, ...]]) -> Leaf:
+    """Returns the leaf of a kernel of a convolution with the shapes of equal parts.
+
+    transformers 5 saves the kernel of queries, keys and values as three tensors of
+    equal sizes, in place of the sizes of the three.
+
+    Args:
+      leaf: any leaf.
+      stored: shapes of the tensors of a folder.
+    """
+    if leaf.path[-1] != "kernel" or len(leaf.names) == 1:
+        return leaf
+    channels, *tail = leaf.shape
+    size = -(-channels // len(leaf.names))
+    starts = range(0, channels, size)
+    shapes = tuple((min(size, channels - x), 1, *tail) for x in starts)
+    is_equal = all(map(operator.eq, map(stored.get, leaf.names), shapes))
+    return leaf._replace(shapes=shapes) if is_equal else leaf
+
+
 def _reorder(rows: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
     """Takes the rows of each head in another order; None for the same."""
     if order is None:
@@ -301,7 +388,11 @@ def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]
     Buffers that are not weights are dropped.
     """
     family = FAMILIES[config.family]
-    names = list(names)
+    names = [name for name in names if not name.startswith(family.ignored)]
+    if (prefix := family.text_prefix) and any(x.startswith(prefix) for x in names):
+        plain = {name.replace(prefix, family.base, 1): name for name in names}
+        places = canonical_names(config, plain)
+        return {name: plain[place] for name, place in places.items()}
     embed, head = embed_and_head(config)
     if family.skips_ahead:
         prefix, _, _ = family.layer.partition("{}")
@@ -319,6 +410,19 @@ def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]
     if config.tie_embeddings and head in tensor_by_name and embed not in tensor_by_name:
         tensor_by_name[embed] = tensor_by_name.pop(head)
     return tensor_by_name
+
+
+def use_other_names(
+    config: ModelConfig, expected: Iterable[str], file_names: dict[str, str]
+) -> None:
+    """Replaces other names of missing tensors in a result of `canonical_names`."""
+    expected = {*expected}
+    for name in expected - file_names.keys():
+        module, _, suffix = name.rpartition(".")
+        for usual, other in FAMILIES[config.family].other_names.items():
+            alternative = f"{module.removesuffix(usual)}{other}.{suffix}"
+            if module.endswith(usual) and alternative in file_names.keys() - expected:
+                file_names[name] = file_names.pop(alternative)
 
 
 def embed_and_head(config: ModelConfig) -> tuple[str, str]:

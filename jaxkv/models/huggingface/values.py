@@ -1,5 +1,6 @@
 """Checks values of a Hugging Face `config.json`; errors have key and value."""
 
+import math
 from typing import Any
 
 from jaxkv import validation
@@ -19,6 +20,9 @@ _BOOLEAN_FIELDS = (
     "qk_norm",
     "residual",
     "experts.renormalise",
+    "recurrence.conv_bias",
+    "recurrence.projection_bias",
+    "recurrence.write_scale",
 )
 _REAL_FIELDS = (
     "norm_eps",
@@ -90,6 +94,26 @@ def parse_positive_number(key: str, value: Any) -> float:
             f"{_MAX_NUMBER:.1e}"
         )
     return float(value)
+
+
+def parse_range(key: str, value: Any) -> tuple[float, float | None]:
+    """Returns the ends of a range from 0 up; the second is None for infinity.
+
+    transformers 5 writes infinity as `{"__float__": "Infinity"}`.
+
+    Raises:
+      ValueError: the value is not a list of two such numbers.
+    """
+    ends = value if isinstance(value, list | tuple) else []
+    infinity = {"__float__": "Infinity"}
+    numbers = [math.inf if x == infinity else x for x in ends]
+    is_range = len(numbers) == 2 and all(type(x) in (int, float) for x in numbers)
+    if not is_range or not 0 <= numbers[0] <= min(numbers[1], _MAX_NUMBER):
+        raise ValueError(
+            f"{key}={shorten(value)} must be a list of two numbers from 0 up"
+        )
+    low, high = numbers
+    return float(low), None if high > _MAX_NUMBER else float(high)
 
 
 def parse_flag(key: str, value: object) -> bool:

@@ -29,8 +29,13 @@ from jaxkv.models.huggingface.tensors import (
     Leaf,
     canonical_names,
     embed_and_head,
+    fit_equal_parts,
     join_tensors,
+    pack_parts,
+    packed_rows,
     split_parameter,
+    stored_name,
+    use_other_names,
 )
 from jaxkv.models.huggingface.values import FP8_BLOCK
 from jaxkv.models.interface import Params
@@ -71,6 +76,15 @@ def load_params(
     is_stacked = any(".mlp.experts.gate_up_proj" in name for name in tensors)
     leaves = huggingface_tensors.list_leaves(config, is_stacked=is_stacked)
     file_names = canonical_names(config, tensors)
+    use_other_names(
+        config, [stored_name(x) for leaf in leaves for x in leaf.names], file_names
+    )
+    stored = {
+        name: tuple(tensors[place][1].get_slice(place).get_shape())
+        for name, place in file_names.items()
+        if name.endswith("conv1d.weight")
+    }
+    leaves = [fit_equal_parts(leaf, stored) for leaf in leaves]
     if config.num_ahead_layers:
         prefix = FAMILIES[config.family].layer.format(config.num_layers) + "."
         if not any(name.startswith(prefix) for name in file_names):
@@ -79,11 +93,13 @@ def load_params(
                 f"config.json (or by default), but no tensor of {prefix[:-1]}; set it "
                 "to 0 to load the model without multi-token prediction"
             )
-    expected = {
-        name: shape
-        for leaf in leaves
-        for name, shape in zip(leaf.names, leaf.shapes, strict=True)
-    }
+    expected: dict[str, tuple[int, ...]] = {}
+    for leaf in leaves:
+        for name, shape in zip(leaf.names, leaf.shapes, strict=True):
+            num_rows, *tail = shape
+            if ":" in name:  # the sum over its parts
+                num_rows += expected.get(stored_name(name), (0,))[0]
+            expected[stored_name(name)] = num_rows, *tail
     copies = {
         copy: leaf.names[0]
         for leaf in leaves
@@ -128,7 +144,11 @@ def load_params(
     arrays = []
     for leaf in leaves:
         leaf_dtype = leaf.dtype_in(dtype)
-        parts = [read(name, leaf_dtype) for name in leaf.names]
+        parts = []
+        for name in leaf.names:
+            tensor = read(stored_name(name), leaf_dtype)
+            rows = packed_rows(config, name)
+            parts.append(tensor if rows is None else tensor[rows])
         arrays.append(put(leaf.path, join_tensors(leaf, parts)))
     return jax.tree.unflatten(
         jax.tree.structure(transformer.param_shapes(config)), arrays
@@ -354,24 +374,31 @@ def save_params(
     Raises:
       ValueError: a value is too large for `dtype`.
     """
-    shards: list[list[tuple[Leaf, jax.Array | np.ndarray]]] = []
-    room = 0
+    # Leaves with parts of one tensor are in one file.
+    units: dict[str, list[tuple[Leaf, jax.Array | np.ndarray]]] = {}
     for leaf, array in zip(
         huggingface_tensors.list_leaves(config), arrays, strict=True
     ):
-        num_bytes = array.size * leaf.dtype_in(dtype).itemsize
-        num_bytes *= 1 + len(leaf.copies)
+        packed = [stored_name(name) for name in leaf.names if ":" in name]
+        units.setdefault([*packed, leaf.names[0]][0], []).append((leaf, array))
+    shards: list[list[tuple[Leaf, jax.Array | np.ndarray]]] = []
+    room = 0
+    for unit in units.values():
+        num_bytes = sum(
+            array.size * leaf.dtype_in(dtype).itemsize * (1 + len(leaf.copies))
+            for leaf, array in unit
+        )
         if num_bytes > room:
             shards.append([])
             room = max_shard_bytes
-        shards[-1].append((leaf, array))
+        shards[-1] += unit
         room -= num_bytes
     places = {}
     total = 0
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         name = WEIGHTS if len(shards) == 1 else name
-        tensors = {
+        parts = {
             part_name: np.ascontiguousarray(
                 _cast(part, leaf.dtype_in(dtype), part_name)
             )
@@ -380,6 +407,7 @@ def save_params(
                 leaf.names, split_parameter(leaf, np.asarray(array)), strict=True
             )
         }
+        tensors = pack_parts(config, parts)
         # DeepSeek's layers for multi-token prediction have copies of the tables.
         _, head = embed_and_head(config)
         tensors |= {

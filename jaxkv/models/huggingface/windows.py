@@ -14,6 +14,8 @@ WINDOW_KEYS = frozenset(("sliding_window", "max_window_layers"))
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 """Hugging Face's names of layers, without and with a window."""
+RECURRENT = "linear_attention"
+"""Hugging Face's name of recurrent layers."""
 
 
 def read_windows(
@@ -71,7 +73,7 @@ def _read_sliding_layers(
                 period = parse_size(key, raw[key])
         period = {"pattern": period, "even": 2}.get(rule)
         return [x >= first and (period is None or (x + 1) % period > 0) for x in layers]
-    names = (FULL, SLIDING)
+    names = (FULL, RECURRENT if family.has_recurrence else SLIDING)
     if not isinstance(kinds, list) or any(kind not in names for kind in kinds):
         raise ValueError(
             f"layer_types={shorten(kinds)} must be a list of {' and '.join(names)}"
@@ -92,10 +94,33 @@ def _read_sliding_layers(
     return [kind == SLIDING for kind in kinds]
 
 
+def read_recurrent_layers(
+    family: Family, raw: Mapping[str, Any], num_layers: int
+) -> list[bool]:
+    """Returns the mask of the recurrent layers; `read_windows` checks their list.
+
+    Raises:
+      ValueError: all layers are recurrent, or the list is missing.
+    """
+    if not family.has_recurrence:
+        return [False] * num_layers
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        raise ValueError("layer_types is missing")
+    if FULL not in kinds:
+        raise ValueError(f"layer_types={shorten(kinds)} must have a layer of {FULL}")
+    return [kind == RECURRENT for kind in kinds]
+
+
 def read_rotary_layers(
     family: Family, settings: Mapping[str, Any], num_layers: int
 ) -> list[bool]:
     """Returns the mask of the layers with rotary positions."""
+    if family.implied.get("positions") == "none":
+        return [False] * num_layers
+    if "position_embedding_type" in family.position_keys:
+        kind = settings.get("position_embedding_type")
+        return [kind == "rope"] * num_layers
     if "no_rope_layers" not in family.position_keys:
         return [True] * num_layers
     period = parse_size(

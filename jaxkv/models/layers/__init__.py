@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Linear,
         Numerics,
         Orientation,
+        RoutedExperts,
         multiply,
     )
     from jaxkv.models.layers.norms import Norm

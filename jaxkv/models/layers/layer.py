@@ -81,7 +81,7 @@ class Layer(nnx.Module):
             else recurrence.num_outputs,
             axes=("hidden", "heads"),
             std=out_std(c),
-            bias=c.out_bias,
+            bias=c.out_bias if recurrence is None else recurrence.projection_bias,
         )
         self.is_mixture = c.is_mixture(index)
         if self.is_mixture:
@@ -100,7 +100,10 @@ class Layer(nnx.Module):
             )
         if has_heads and c.out_gate:
             self.gate = make(
-                c.num_q_heads * c.head_dim, c.hidden_size, axes=("heads", "hidden")
+                c.num_q_heads * c.head_dim,
+                c.hidden_size,
+                axes=("heads", "hidden"),
+                bias=c.qkv_bias,
             )
         if c.sinks and recurrence is None:
             self.sinks = Vector(c.num_q_heads, axis="heads", dtype=dtype)
@@ -118,7 +121,7 @@ class Layer(nnx.Module):
         if x.q_rank is not None:
             width = x.q_rank
             self.q_down = make(width, c.hidden_size, axes=(None, "hidden"))
-            self.q_norm = Norm(width, c, kind="rms", dtype=dtype)
+            self.q_norm = Norm(width, c, kind="rms", dtype=dtype, eps=x.latent_eps)
         q = make(c.num_q_heads, c.head_dim, width, axes=("heads", None, None))
         if x.q_rank is None:
             self.q = q
@@ -128,7 +131,7 @@ class Layer(nnx.Module):
         self.kv_down = make(
             x.kv_rank + x.rope_dim, c.hidden_size, axes=(None, "hidden")
         )
-        self.kv_norm = Norm(x.kv_rank, c, kind="rms", dtype=dtype)
+        self.kv_norm = Norm(x.kv_rank, c, kind="rms", dtype=dtype, eps=x.latent_eps)
         # Of each head the keys without positions, then the values.
         self.kv_up = make(
             c.num_q_heads,

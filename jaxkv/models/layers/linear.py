@@ -7,7 +7,7 @@ devices. Weights are `[out, in]`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -310,6 +310,7 @@ class ExpertLinear(nnx.Module):
         return y + bias.at[expert].get(mode="clip")
 
 
+@runtime_checkable
 class RoutedExperts(Protocol):
     """What `Orientation.mix` calls of a mixture of experts."""
 

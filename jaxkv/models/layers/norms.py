@@ -16,14 +16,14 @@ from jaxkv.models.layers.linear import Activations
 class Norm(nnx.Module):
     """A norm over the features, see `nonlinear.norm`."""
 
-    def __init__(self, size, config: ModelConfig, *, kind, dtype=jnp.float32):
+    def __init__(self, size, config: ModelConfig, *, kind, dtype=jnp.float32, eps=None):
         form = nonlinear.NORMS[kind]
         one = jnp.full((size,), 1 - form.offset, dtype)
         zero = jnp.zeros((size,), dtype)
         self.scale = nnx.Param(one, axes=(None,)) if form.has_scale else None
         self.bias = nnx.Param(zero, axes=(None,)) if form.has_bias else None
         self.kind = kind
-        self.eps = config.norm_eps
+        self.eps = eps or config.norm_eps
 
     def __call__(self, x: Activations, axis: int) -> Activations:
         """Normalises every row."""

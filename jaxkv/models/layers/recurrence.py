@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv import validation
 from jaxkv.models import nonlinear
 from jaxkv.models.config import RecurrenceConfig
+from pallas_kernels import devices
 
 CHUNK = 32
 """Largest number of tokens of `run_chunk`. On a CPU 16 and 64 take about as long."""
@@ -170,6 +171,7 @@ def run_sequence(projection: RecurrentProjection) -> Float[Array, "rows outputs"
         return run_chunk(projection._replace(rows=rows), state, size)
 
     state = zero_state(projection.config, (), mixed.dtype)
+    state = jax.tree.map(lambda x: devices.varying_like(x, mixed), state)
     _, y = jax.lax.scan(step, state, jax.tree.map(split, projection.rows))
     return y.reshape(count * size, -1)[:num_rows]
 

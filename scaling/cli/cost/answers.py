@@ -163,6 +163,8 @@ def _where(model: ModelShape, case: CostCase) -> str:
     """Compares tensor and expert parallelism, over the most devices that both allow."""
     x = model.experts
     assert x is not None
+    if model.num_recurrent_layers:
+        return "Recurrent layers are not divided over devices yet."
     for p in (8, 4, 2):
         sizes = (model.attention.num_q_heads, model.mlp_size, x.num_experts, x.size)
         shared = model.attention.num_kv_heads

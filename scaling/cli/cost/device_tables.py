@@ -11,6 +11,7 @@ from scaling.costs import (
     max_device_params,
     prefill_traffic,
     sequence_kv_bytes,
+    sequence_state_bytes,
     training_step_flops,
     training_traffic,
 )
@@ -52,9 +53,11 @@ def _serving(case: CostCase, document: dict[str, Any]) -> Sheet:
     dtype = case.dtype
     d = case.device
     kv_bytes = case.evaluate(sequence_kv_bytes, tokens=case.sequence)
+    states = case.evaluate(sequence_state_bytes)
+    state = f" States: {format_bytes(states)} a sequence." if states else ""
     note = (
         f"K and V: {document['kv_bytes_per_token']:,.0f} bytes a token, "
-        f"{format_bytes(kv_bytes)} for s tokens. "
+        f"{format_bytes(kv_bytes)} for s tokens.{state} "
         f"{case.layout.sharing:,} x {d.name} ({d.rate(dtype) / 1e12:,.0f} TFLOP/s "
         f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): compute-bound from "
         f"{case.ridge:.0f} op/byte; {case.evaluate(max_batch):,} such "

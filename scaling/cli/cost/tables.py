@@ -10,6 +10,7 @@ from scaling.cli.cost.case import CostCase
 from scaling.costs import (
     count_parameters,
     forward_terms,
+    layer_bytes,
     list_weights,
     per_token,
     place_counts,
@@ -51,6 +52,14 @@ def symbols(case: CostCase) -> list[tuple[str, int, str]]:
             ("dr", a.rope_dim, "rotary head size"),
             ("dv", a.value_dim, "value head size"),
         ]
+    if (r := model.recurrent) is not None:
+        rows += [
+            ("nk", r.num_key_heads, "key heads of recurrent layers"),
+            ("nv", r.num_value_heads, "their value heads"),
+            ("dk", r.key_dim, "their key size"),
+            ("dv", r.value_dim, "their value size"),
+            ("w", r.kernel_size, "tokens of their convolution"),
+        ]
     if model.num_dense_layers:
         rows.append(("i", model.mlp_size, "FFN width"))
     if x is not None:
@@ -72,6 +81,11 @@ def _shape(case: CostCase) -> Sheet:
         f"{layers} of {model.num_layers} layers see {window:,} tokens."
         for window, layers in Counter(filter(None, model.windows)).items()
     ]
+    if model.num_recurrent_layers:
+        notes.append(
+            f"{model.num_recurrent_layers} of {model.num_layers} layers have a state "
+            "in place of K and V."
+        )
     if model.num_mixture_layers not in (0, model.num_layers):
         notes.append(f"{model.num_mixture_layers} layers are mixtures.")
     return Sheet(model.name, ("symbol", "value", "meaning"), rows, " ".join(notes))
@@ -202,6 +216,7 @@ def one_layer(case: CostCase) -> dict[str, int | float]:
         num_layers=1,
         windows=model.windows[-1:],
         mixture_layers=model.mixture_layers[-1:],
+        recurrent_layers=model.recurrent_layers[-1:],
         num_ahead_layers=0,
     )
     places = place_counts(last) | {"first": 0, "last": 0}
@@ -209,16 +224,15 @@ def one_layer(case: CostCase) -> dict[str, int | float]:
     terms = case.evaluate(forward_terms, model=last)
     tokens = case.batch * case.sequence
     weight_bytes = case.bytes_per_param.weight
-    sums = per_token(case.stored, last)
-    layer_bytes = sums[last.mixture_layers[0]] * tokens
+    [token_bytes] = layer_bytes(case.stored, last, [0])
     boundary = tokens * model.hidden_size * weight_bytes
     return {
         "num_params": size,
         "forward_flops": sum(x.flops for x in terms if x.part != "head"),
         "weight_bytes": weight_bytes * size,
         "boundary_bytes": boundary,
-        "activation_bytes": layer_bytes,
-        "peak_bytes": weight_bytes * size + boundary + layer_bytes,
+        "activation_bytes": token_bytes * tokens,
+        "peak_bytes": weight_bytes * size + boundary + token_bytes * tokens,
     }
 
 
@@ -245,10 +259,15 @@ def _activations(case: CostCase) -> Sheet:
         (x.name, x.part, x.formula, f"{x.bytes:,}", divided.get(x.divided, "tp"))
         for x in tensors
     ]
-    dense, mixed = per_token(tensors, case.model)
-    if case.model.num_dense_layers:
+    model = case.model
+    dense, mixed = per_token(tensors, model)
+    if model.num_dense_layers:
         rows.append(("a layer", "", "", f"{dense:,.0f}", ""))
-    if case.model.num_mixture_layers:
+    if model.num_mixture_layers:
         rows.append(("a mixed layer", "", "", f"{mixed:,.0f}", ""))
+    if model.num_recurrent_layers:
+        dense, mixed = per_token(tensors, model, is_recurrent=True)
+        size = mixed if model.num_mixture_layers else dense
+        rows.append(("a recurrent layer", "", "", f"{size:,.0f}", ""))
     heads = ("tensor", "part", "per token", "bytes", "divided by")
     return Sheet("activations that a layer keeps for the backward pass", heads, rows)

@@ -11,7 +11,13 @@ import pytest
 
 import jaxkv
 from jaxkv import models
-from jaxkv.models import Experts, ModelConfig, load_model
+from jaxkv.models import (
+    AttentionKind,
+    Experts,
+    ModelConfig,
+    RecurrenceConfig,
+    load_model,
+)
 from jaxkv.parallel import (
     REPLICATED,
     collectives,
@@ -182,6 +188,17 @@ def test_trips_of_loops_are_counted() -> None:
         ({"num_q_heads": 12, "num_kv_heads": 3}, 2, "num_kv_heads=3 must be a multi"),
         ({"mlp_size": 42}, 4, "mlp_size=42 must be a multiple"),
         ({"experts": Experts(num_experts=4, top_k=2, size=18)}, 4, "experts.size=18 m"),
+        (
+            {
+                "recurrence": RecurrenceConfig(
+                    num_key_heads=2, num_value_heads=2, key_dim=4, value_dim=4
+                ),
+                "other_attention": (AttentionKind(is_recurrent=True),),
+                "attention_pattern": (0, 1),
+            },
+            2,
+            "tensor=2 must be 1: recurrent layers are not divided",
+        ),
     ],
 )
 def test_indivisible_sizes_are_refused(

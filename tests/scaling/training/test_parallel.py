@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from jaxkv.models import (
+    AttentionKind,
     Experts,
     LatentConfig,
     ModelConfig,
+    RecurrenceConfig,
     init_params,
     is_selection_bias,
 )
@@ -51,6 +53,14 @@ OTHERS: dict[str, dict[str, Any]] = {
             kv_rank=16, q_rank=14, nope_dim=12, rope_dim=6, value_dim=10
         ),
     },
+    "recurrent": {
+        "norm": "rms_offset",
+        "recurrence": RecurrenceConfig(
+            num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5
+        ),
+        "other_attention": (AttentionKind(positions="none", is_recurrent=True),),
+        "attention_pattern": (1, 0),
+    },
     "latent, queries not compressed": {
         "num_q_heads": 4,
         "head_dim": 18,
@@ -58,6 +68,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }
 MIXTURE = {"experts": Experts(num_experts=8, top_k=2, size=24)}
+OTHERS["recurrent, experts"] = OTHERS["recurrent"] | MIXTURE
 SHARED: dict[str, Any] = {
     "experts": Experts(
         **{"num_experts": 8, "top_k": 3, "size": 24, "shared_size": 16},
@@ -190,6 +201,8 @@ def test_every_layout_gives_the_gradient_of_one_device(layout: str) -> None:
         pytest.param("gpt2", "ulysses=4", marks=pytest.mark.slow),
         pytest.param("untied", "tp=2,sp", marks=pytest.mark.slow),
         ("latent", "tp=2,ring=2"),
+        ("recurrent", "dp=2"),
+        pytest.param("recurrent, experts", "ep=2,dp=2,gather", marks=pytest.mark.slow),
         *(
             pytest.param("latent", layout, marks=pytest.mark.slow)
             for layout in ("tp=2", "tp=2,sp", "ulysses=2", "ring=2,ulysses=2")
@@ -372,6 +385,15 @@ def test_an_extra_exchange_is_counted(
             "num_ahead_layers=1 must be 0 with pipeline stages",
         ),
         ("tp=3", {"num_kv_heads": 3, "num_q_heads": 9}, "tensor=3 must divide the 32"),
+        *(
+            (layout, OTHERS["recurrent"], f"{name}=2 must be 1: the recurrent layers")
+            for layout, name in (
+                ("tp=2,sp", "tensor"),
+                ("pp=2,dp=2", "pipeline"),
+                ("ring=2", "ring"),
+                ("ulysses=2", "ulysses"),
+            )
+        ),
     ],
 )
 def test_indivisible_layouts_are_refused(
