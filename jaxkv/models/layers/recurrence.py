@@ -267,11 +267,13 @@ def _run_head(
     keys of different rows, decayed from the earlier row to the later one.
     """
     q, k, v, log_decay, strength, _ = token
-    total = jnp.cumsum(log_decay, axis=0)
-    # Decay from row j to row i, at most 1: differences of sums, which cannot overflow.
+    # Logarithm of the decay from row j to row i, a sum of its own for every j: of the
+    # difference of two sums, strong decays of earlier rows would leave few digits.
     later = jnp.tri(len(q), dtype=bool)[..., None]
-    decays = total[:, None] - total[None, :]
-    decays = jnp.where(later, jnp.exp(jnp.where(later, decays, 0)), 0)
+    after = jnp.tri(len(q), k=-1, dtype=bool)[..., None]
+    logs = jnp.cumsum(jnp.where(after, log_decay[:, None], 0), axis=0)
+    decays = jnp.where(later, jnp.exp(logs), 0)
+    left = decays[-1]
     if decays.shape[2] == 1:
         decays = decays[..., 0]
         scores = (q @ k.T) * decays
@@ -279,7 +281,7 @@ def _run_head(
     else:
         scores = jnp.einsum("id,jd,ijd->ij", q, k, decays)
         kinship = jnp.einsum("id,jd,ijd->ij", k, k, decays)
-    reach = jnp.exp(total)
+    reach = jnp.exp(jnp.cumsum(log_decay, axis=0))
     if strength is not None:
         v = (v - (k * reach) @ matrix) * strength[:, None]
         lower = jnp.tril(kinship * strength[:, None], -1)
@@ -287,5 +289,4 @@ def _run_head(
             lower + jnp.eye(len(q), dtype=v.dtype), v, lower=True, unit_diagonal=True
         )
     y = (q * reach) @ matrix + scores @ v
-    left = jnp.exp(total[-1:] - total)
     return matrix * reach[-1][:, None] + (k * left).T @ v, y
