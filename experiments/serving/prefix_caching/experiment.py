@@ -91,7 +91,14 @@ class Config(lab.ConfigRecord):
 
 CONFIGS = {
     "real": Config(),
-    "hybrids": Config(trace="", shares=(), evictions=("lru",)),
+    "hybrids": Config(
+        trace="",
+        num_users=50,
+        num_tasks=16,
+        shares=(),
+        evictions=("lru",),
+        memories_gib=(8, 32),
+    ),
     "smoke": Config(
         trace="",
         num_users=6,
