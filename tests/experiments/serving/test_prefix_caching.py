@@ -1,5 +1,6 @@
 """Prompt orders and the prefix cache: enumerated, and against a plain model."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -7,29 +8,29 @@ import numpy as np
 import pytest
 
 from experiments.harness import Stepper
-from experiments.serving.prefix_caching import experiment, serving, workloads
+from experiments.serving.prefix_caching import checkpoints, orders, serving, workloads
 from tests.support import smoke, traces
 from tests.support.commands import Command, assert_refused
 from tests.support.impatience import Impatient
 
 
 @pytest.fixture(scope="module")
-def result() -> experiment.Result:
+def result() -> orders.Result:
     return smoke.run("prefix_caching").result
 
 
 @pytest.fixture(scope="module")
-def server(result: experiment.Result) -> Stepper:
+def server(result: orders.Result) -> Stepper:
     """Returns the engine of the run, whose program is compiled."""
     num_pages = result.loads.num_distinct.max() + 1
     longest = result.loads.longest.max()
-    window = experiment.CONFIGS["smoke"].window
+    window = orders.CONFIGS["smoke"].window
     return serving.make_cache_engine(int(num_pages), int(longest), window)
 
 
 @pytest.mark.slow
-def test_a_small_run_satisfies_its_identities(result: experiment.Result) -> None:
-    measured = smoke.measured_values(experiment.claims(result))
+def test_a_small_run_satisfies_its_identities(result: orders.Result) -> None:
+    measured = smoke.measured_values(orders.claims(result))
     for name, best in zip(result.loads.name, 100 * result.loads.best, strict=True):
         claim_values = {
             claim: value for claim, value in measured.items() if f"{name}: " in claim
@@ -215,9 +216,9 @@ def test_a_pool_that_is_too_small_is_refused(server: Stepper) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_run_keeps_finished_servings(server: Stepper) -> None:
-    config = experiment.CONFIGS["smoke"]
+    config = orders.CONFIGS["smoke"]
     progress = Impatient("serving")
-    assert experiment.run(config, progress).runs.order.tolist() == ["depth_first"]
+    assert orders.run(config, progress).runs.order.tolist() == ["depth_first"]
     assert serving.serve_prompts(server, [[1]], progress=progress) is None
 
 
@@ -232,3 +233,20 @@ def test_the_recording_has_the_counted_hits() -> None:
     hits = serving.serve_prompts(server, load.page_ids)
     assert hits is not None
     assert hits.num_cached.sum() == load.num_pages - load.num_distinct
+
+
+def test_shareable_pages_end_at_a_border() -> None:
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7], [8]]
+    assert workloads.count_shareable(prompts, 1) == 4 + 2
+    assert workloads.count_shareable(prompts, 2) == 4 + 2
+    assert workloads.count_shareable(prompts, 3) == 3
+
+
+@pytest.mark.thorough
+def test_checkpoints_find_all_pages_before_them() -> None:
+    config = checkpoints.CONFIGS["hybrids_smoke"]
+    config = dataclasses.replace(config, num_tasks=2, num_questions=3)
+    result = checkpoints.run(config)
+    whole = result.where(memory_gib=0)
+    assert (whole.share == 1).all()
+    assert (whole.rate > result.where(memory_gib=1).rate).all()
