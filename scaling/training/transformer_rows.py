@@ -251,8 +251,12 @@ class RowOrientation(Orientation):
         return self.matmul(table, self.gather(x), dtype=wide)
 
     def attend[C](
-        self, layer: LayerAttention, qkv: Projected, angles: Angles | None, carry: C
-    ) -> tuple[Float[Array, "batch seq heads value_dim"], C]:
+        self,
+        layer: LayerAttention,
+        qkv: Projected | RecurrentProjection,
+        angles: Angles | None,
+        carry: C,
+    ) -> tuple[Float[Array, "..."], C]:
         """Attends within each sequence: a `transformer.Attend`."""
         if isinstance(qkv, RecurrentProjection):
             return run_batch(qkv, self.shape, axis=self.axis), carry

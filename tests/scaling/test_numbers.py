@@ -44,6 +44,7 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 FUNCTIONS = {x.name.removeprefix("scaling."): x for x in numeric_functions(scaling)}
 
 MODEL = shapes.describe("llama-2-7b")
+HYBRID = shapes.describe("olmo-hybrid-7b")
 SMALL = sweeps.family_shape(8, 1, 32)
 DEVICE = costs.find_device("h100")
 SERVED = {"model": MODEL, "device": DEVICE}
@@ -221,6 +222,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "num_devices": 1,
         },
         "costs.sequence_kv_bytes": {"model": MODEL, "tokens": 64, "kv_bytes": 2},
+        "costs.sequence_state_bytes": {"model": HYBRID, "kv_bytes": 2},
         "costs.step_cost": {
             **SERVED,
             "num_devices": 1,

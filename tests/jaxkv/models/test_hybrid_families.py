@@ -21,12 +21,15 @@ from jaxkv.models.config import RecurrenceConfig
 from jaxkv.models.huggingface import configs
 from jaxkv.models.layers import recurrence
 from scaling import training
+from scaling.cli.cost.command import CostOptions, count_costs
 from scaling.costs import (
     count_parameters,
     decode_work,
     forward_terms,
+    layer_bytes,
     list_residuals,
     sequence_state_bytes,
+    stored_tensors,
 )
 from scaling.shapes import describe_config, load_shape
 from tests.support.folders import GOLDEN
@@ -73,6 +76,25 @@ def test_counts_are_those_of_the_arrays(name: str) -> None:
     products *= r.num_value_heads * r.key_dim * r.value_dim
     [term] = [x for x in forward_terms(shape, sequence=5) if x.name[:5] == "state"]
     assert term.flops == 2 * 2 * 5 * products
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "granitemoehybrid"])
+def test_the_costs_of_a_folder_show_its_states(name: str) -> None:
+    options = CostOptions(sequence=64)
+    output = count_costs(str(GOLDEN / name), options)
+    shape = load_shape(GOLDEN / name)
+    assert shape.recurrent is not None
+    num_bytes = sequence_state_bytes(shape)
+    assert output.document["state_bytes_per_sequence"] == num_bytes
+    # A recurrent layer keeps other tensors than one with attention.
+    tensors = stored_tensors(shape, sequence=64)
+    sizes = layer_bytes(tensors, shape, range(3))
+    assert sizes[0] == sizes[2] or name == "kimi_linear"  # its first layer is dense
+    assert sizes[1] != sizes[2]
+    kept = output.document["memory_bytes"]["activations"]
+    assert kept == pytest.approx(64 * sum(sizes))
+    with pytest.raises(ValueError, match="tensor=2 must be 1: the recurrent layers of"):
+        count_costs(str(GOLDEN / name), CostOptions(parallel="tp=2"))
 
 
 def test_parts_of_one_tensor_are_taken_apart() -> None:

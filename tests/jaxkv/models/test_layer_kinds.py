@@ -131,6 +131,15 @@ def test_a_part_of_a_head_is_rotary() -> None:
     np.testing.assert_array_equal(angles.cos[:, 0], np.asarray(expected, np.float32))
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_the_rotary_part_of_a_head_is_saved(share: float) -> None:
+    raw = json.loads((GOLDEN / "glm4" / "config.json").read_text())
+    raw["rope_parameters"] |= {"partial_rotary_factor": share}
+    config = configs.from_hf(raw)
+    assert (config.rotary_size is None) == (share == 1)
+    assert configs.from_hf(configs.to_hf(config)) == config
+
+
 def test_queries_grow_with_their_position() -> None:
     scaling = RopeScaling(original_max_positions=4)
     config = dataclasses.replace(engines.MODEL, rope_scaling=scaling, score_growth=0.5)
