@@ -42,6 +42,8 @@ ROPE_KEYS = frozenset(
     )
 )
 """Keys that are read for families with rotary positions."""
+_MODEL_FIELDS = "window", "positions", "rope_theta", "rope_scaling"
+"""Fields of the first kind of attention, which are those of the model."""
 
 
 def read_positions(
@@ -98,7 +100,7 @@ def read_positions(
     [beta] = growth
     size = int(fields["head_dim"] * share)
     return {
-        **vars(first),
+        **{name: getattr(first, name) for name in _MODEL_FIELDS},
         "other_attention": tuple(others),
         "attention_pattern": _period_of(numbers),
         "rotary_size": None if size == fields["head_dim"] else size,
