@@ -176,6 +176,30 @@ def test_a_model_is_the_path_of_a_config(jaxkv: Command) -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_neox", "nanochat"])
+def test_from_folders_to_a_law_and_a_served_rung(family: str, jaxkv: Command) -> None:
+    paths = []
+    for width in (32, 48, 64):
+        write_shape(family, hidden_size=width, intermediate_size=4 * width)
+        paths.append(str(Path(family).rename(f"{family}-{width}")))
+    config = document(jaxkv, "sweep", "smoke", "--print-config")
+    Path("ladder.json").write_text(json.dumps(config | {"models": paths}))
+    done = document(jaxkv, "sweep", "ladder.json", "--out", "log")
+    assert (done["completed"], done["diverged"]) == (18, 0)
+    document(jaxkv, "fit", "log", "--bootstrap", "20")
+    assert json.loads(Path("log/fit.json").read_text())["num_points"] == 9
+    one = document(jaxkv, "train", "smoke", "--print-config")
+    Path("rung.json").write_text(json.dumps(one | {"model": paths[-1]}))
+    run = document(jaxkv, "train", "rung.json", "--out", "run")
+    saved = json.loads(Path(run["model"], "config.json").read_text())
+    assert saved["model_type"] == family
+    counted = document(jaxkv, "cost", run["model"])
+    assert counted["num_params"]["total"] == run["num_params"]
+    words = ("--prompt", "def ", "--max-tokens", "3")
+    assert document(jaxkv, "generate", run["model"], *words)["completions"]
+
+
 def test_a_path_without_a_trainable_model_is_one_line(jaxkv: Command) -> None:
     smoke = document(jaxkv, "train", "smoke", "--print-config")
     for name, model in (("one", "gpt_neox"), ("lost", "missing"), ("odd", 7)):
