@@ -18,9 +18,15 @@ from jaxkv.cli import (
     parse_subject,
 )
 from jaxkv.files import WriterLock
-from jaxkv.models import ModelConfig, Params, save_model
+from jaxkv.models import ModelConfig, Params, read_config, save_model
 from jaxkv.parallel import gather_numbers, is_first
-from jaxkv.report import Sheet, config_dumps, config_loads, format_named, format_number
+from jaxkv.report import (
+    Sheet,
+    config_dumps,
+    format_named,
+    format_number,
+    from_plain,
+)
 from jaxkv.text import ByteTokenizer
 from jaxkv.validation import format_unknown_name
 from scaling import sweeps, training
@@ -60,7 +66,8 @@ class TrainOptions:
     """Checkpoint to continue from: `last` rejects a damaged one; `previous` takes the
     newest intact one, and removes damaged ones after it."""
     print_config: bool = False
-    """Print the config as JSON, to be edited and passed as CONFIG; train no model."""
+    """Print the config as JSON, to be edited and passed as CONFIG; train no model. Its
+    model may be the path of a Hugging Face config.json."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,8 @@ class SweepOptions:
     keep_models: bool = False
     """Keep the trained models."""
     print_config: bool = False
-    """Print the config as JSON, to be edited and passed as CONFIG; train no model."""
+    """Print the config as JSON, to be edited and passed as CONFIG; train no model. A
+    model may be the path of a Hugging Face config.json."""
 
 
 def main(args: list[str]) -> CommandOutput:
@@ -108,6 +116,9 @@ def _parse[T](
 def find_config[T](name: str, config_type: type[T], shipped: Mapping[str, T]) -> T:
     """Returns a shipped config by name, or reads a JSON file.
 
+    In a JSON file a string in place of a model is the path of a Hugging Face
+    `config.json`, or of a folder with one.
+
     Args:
       name: name of a shipped config, or path of a JSON file as `--print-config` writes
         it.
@@ -115,7 +126,7 @@ def find_config[T](name: str, config_type: type[T], shipped: Mapping[str, T]) ->
       shipped: shipped configs by name.
 
     Raises:
-      ValueError: the name is unknown, or the file is invalid.
+      ValueError: the name is unknown, the file is invalid, or a model's file is.
     """
     if name in shipped:
         return shipped[name]
@@ -123,7 +134,20 @@ def find_config[T](name: str, config_type: type[T], shipped: Mapping[str, T]) ->
     if path.suffix != ".json" and not path.exists():
         line = format_unknown_name("config", name, shipped)
         raise ValueError(f"{line}, or the path of a JSON file")
-    return config_loads(config_type, files.read_text(path), name)
+    document = files.parse_json(files.read_text(path), name)
+    if isinstance(document, dict):
+        if "model" in document:
+            document["model"] = _read_model(document["model"])
+        if isinstance(document.get("models"), list):
+            document["models"] = [_read_model(x) for x in document["models"]]
+    return from_plain(config_type, document, name)
+
+
+def _read_model(model: object) -> object:
+    """Returns the fields of a model whose path a config has."""
+    if not isinstance(model, str):
+        return model
+    return json.loads(config_dumps(read_config(model)))
 
 
 def _printed(config: TrainConfig | SweepConfig) -> CommandOutput:

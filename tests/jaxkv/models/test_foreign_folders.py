@@ -9,6 +9,7 @@ transformers; this one needs neither:
 """
 
 import collections
+import dataclasses
 import json
 import os
 import re
@@ -23,6 +24,9 @@ import pytest
 
 from jaxkv import models
 from jaxkv.models import FAMILIES, checkpoints
+from scaling.corpora import open_corpus
+from scaling.sweeps import TRAININGS
+from scaling.training import train_in_memory
 from tests.support.folders import GOLDEN
 
 PEER = os.environ.get("JAXKV_PEER_PYTHON")
@@ -140,3 +144,43 @@ def test_transformers_reads_saved_folders(tmp_path: Path) -> None:
         last = logits(params, jnp.asarray([expected]), config=config)[0, -1]
         expected.append(int(jnp.argmax(last)))
     assert greedy == expected
+
+
+COMPUTE = """
+import sys, numpy, torch, transformers
+folder, ids = sys.argv[1], numpy.load(sys.argv[2])
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+print(model.config.model_type, sum(x.numel() for x in model.parameters()))
+with torch.no_grad():
+    numpy.save(sys.argv[2], model(torch.tensor(ids)).logits.numpy())
+"""
+"""Program of the peer: replaces token ids in a file by their logits."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PEER is None, reason="JAXKV_PEER_PYTHON names no Python")
+@pytest.mark.parametrize("family", ["gpt_neox", "nanochat"])
+def test_transformers_computes_a_trained_folder(family: str, tmp_path: Path) -> None:
+    """The folder of a run of a few steps, with the bytes of its text as tokens."""
+    raw = json.loads((GOLDEN / family / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw | {"vocab_size": 257}))
+    model = models.read_config(path)
+    run = dataclasses.replace(TRAININGS["smoke"], model=model)
+    result = train_in_memory(run, open_corpus(run.corpus))
+    assert result.curve[-1]["loss"] < 0.8 * result.curve[0]["loss"]
+    folder = models.save_model(tmp_path / "trained", model, result.params)
+    ids = np.frombuffer(b"def read(path):\n    return x", np.uint8).astype(np.int64)
+    np.save(tmp_path / "ids.npy", ids[None])
+    answer = subprocess.run(
+        [str(PEER), "-c", COMPUTE, str(folder), str(tmp_path / "ids.npy")],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    num_params = sum(x.size for x in jax.tree.leaves(result.params))
+    assert answer.stdout.split() == [family, str(num_params)]
+    expected = np.load(tmp_path / "ids.npy")
+    ours = logits(result.params, jnp.asarray(ids[None], jnp.int32), config=model)
+    assert np.abs(ours - expected).max() < TOLERANCE * np.abs(expected).max()

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from jaxkv.models import read_config
 from jaxkv.report import config_dumps, config_loads
 from scaling.fits import from_json
 from scaling.sweeps import SWEEPS, TRAININGS, SweepConfig
 from scaling.sweeps import progress as sweep_progress
 from scaling.training import TrainConfig
 from tests.support.commands import Command, assert_refused, document
-from tests.support.folders import RECORDS
+from tests.support.folders import GOLDEN, RECORDS
 
 
 @pytest.mark.slow
@@ -145,6 +146,73 @@ def test_shipped_configs_survive_json() -> None:
         for config in shipped.values():
             text = config_dumps(config)
             assert config_loads(config_type, text, "x") == config
+
+
+def write_shape(family: str, **changes: object) -> None:
+    """Writes a golden `config.json`, for a vocabulary of bytes, into a folder."""
+    raw = json.loads((GOLDEN / family / "config.json").read_text())
+    Path(family).mkdir(exist_ok=True)
+    text = json.dumps(raw | {"vocab_size": 257} | changes)
+    Path(family, "config.json").write_text(text)
+
+
+def test_a_model_is_the_path_of_a_config(jaxkv: Command) -> None:
+    write_shape("gpt_neox")
+    write_shape("nanochat")
+    smoke = document(jaxkv, "train", "smoke", "--print-config")
+    Path("one.json").write_text(json.dumps(smoke | {"model": "gpt_neox"}))
+    printed = document(jaxkv, "train", "one.json", "--print-config")
+    pythia = read_config("gpt_neox")
+    assert printed == smoke | {"model": json.loads(config_dumps(pythia))}
+    paths = ["gpt_neox", smoke["model"], "nanochat/config.json"]
+    settings = {"models": paths, "num_tokens": [100_000], "seq_len": 32}
+    Path("all.json").write_text(json.dumps(settings))
+    printed = document(jaxkv, "sweep", "all.json", "--print-config")
+    config = config_loads(SweepConfig, json.dumps(printed), "x")
+    assert config.models == (
+        pythia,
+        TRAININGS["smoke"].model,
+        read_config("nanochat"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_neox", "nanochat"])
+def test_from_folders_to_a_law_and_a_served_rung(family: str, jaxkv: Command) -> None:
+    paths = []
+    for width in (32, 48, 64):
+        write_shape(family, hidden_size=width, intermediate_size=4 * width)
+        paths.append(str(Path(family).rename(f"{family}-{width}")))
+    config = document(jaxkv, "sweep", "smoke", "--print-config")
+    Path("ladder.json").write_text(json.dumps(config | {"models": paths}))
+    done = document(jaxkv, "sweep", "ladder.json", "--out", "log")
+    assert (done["completed"], done["diverged"]) == (18, 0)
+    document(jaxkv, "fit", "log", "--bootstrap", "20")
+    assert json.loads(Path("log/fit.json").read_text())["num_points"] == 9
+    one = document(jaxkv, "train", "smoke", "--print-config")
+    Path("rung.json").write_text(json.dumps(one | {"model": paths[-1]}))
+    run = document(jaxkv, "train", "rung.json", "--out", "run")
+    saved = json.loads(Path(run["model"], "config.json").read_text())
+    assert saved["model_type"] == family
+    counted = document(jaxkv, "cost", run["model"])
+    assert counted["num_params"]["total"] == run["num_params"]
+    words = ("--prompt", "def ", "--max-tokens", "3")
+    assert document(jaxkv, "generate", run["model"], *words)["completions"]
+
+
+def test_a_path_without_a_trainable_model_is_one_line(jaxkv: Command) -> None:
+    smoke = document(jaxkv, "train", "smoke", "--print-config")
+    for name, model in (("one", "gpt_neox"), ("lost", "missing"), ("odd", 7)):
+        Path(f"{name}.json").write_text(json.dumps(smoke | {"model": model}))
+    assert_refused(jaxkv, "train lost.json", "missing: no such file")
+    assert_refused(jaxkv, "train odd.json", "odd.json: model: 7 is not of type")
+    for changes, line in [
+        ({"embedding_multiplier": 3}, "embedding_multiplier=3 may change the logits"),
+        ({"vocab_size": 128}, "model.vocab_size=128 must be at least"),
+        ({"max_position_embeddings": 16}, "seq_len=32 must be at most"),
+    ]:
+        write_shape("gpt_neox", **changes)
+        assert_refused(jaxkv, "train one.json", line)
 
 
 def test_the_loss_table_shows_completed_runs() -> None:
