@@ -143,6 +143,11 @@ def build_engine_parts(
     params = loaded.params
     mesh = origin.mesh
     if mesh is not None:
+        if loaded.config.recurrence is not None:
+            raise ValueError(
+                "mesh must be None for a model with recurrent layers, whose states are "
+                "not divided over devices"
+            )
         for window in {*loaded.config.windows}:
             check_pages(mesh, page_size=config.page_size, window=window)
         if loaded.config.sinks and num_page_parts_of(mesh) > 1:

@@ -49,6 +49,11 @@ def check_parts(parts: EngineParts, rules: EngineRules) -> EngineParts:
         validation.instance(name, getattr(fields, name), *kinds)
     check_policy(rules.policy)
     check_mesh(parts.mesh)
+    if parts.mesh is not None and parts.pages.states is not None:
+        raise ValueError(
+            "mesh must be None for a model with recurrent layers, whose states are not "
+            "divided over devices"
+        )
     config = parts.config
     speculation = rules.speculation
     if speculation is not None:
