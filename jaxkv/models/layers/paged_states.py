@@ -130,7 +130,12 @@ def _run_one_by_one(
         states, out = carry
         row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index, 1), rows)
         before = _read(states, layer, places.source[index])
-        after, y = run_tokens(projection._replace(rows=row), before)
+        # Otherwise XLA fuses a token with what surrounds it, and rounds it otherwise.
+        row, before, weights = lax.optimization_barrier(
+            (row, before, projection.weights)
+        )
+        token = RecurrentProjection(projection.config, row, weights)
+        after, y = lax.optimization_barrier(run_tokens(token, before))
         after = jax.tree.map(lambda x: x[0], after)
         states = _write(states, layer, places.target[index], after)
         return states, lax.dynamic_update_slice_in_dim(out, y, index, axis=0)
