@@ -381,9 +381,7 @@ def expected_numbers() -> dict[str, list[str]]:
         "Xeon, prefill of": ranged("prefill_ratio", of=xeon, sequences=1),
         "| training, width": [written("{:.2f}", faster("bench_train"))],
         "Xeon, training": [written("{:.2f}", faster("bench_train_xeon"))],
-        "Xeon, first answer": [
-            written("{:.1f} s", [started("cold"), started("warm")])
-        ],
+        "Xeon, first answer": [written("{:.1f} s", [started("cold"), started("warm")])],
         "4,000 bootstrap fits": [f"{fits['NumPy gradient + SciPy BFGS']['ratio']:.0f}"],
         "simulated steps per second": [f"{np.divide(*steps.values()):.1f}"],
         "speculation over": [f"{adapts:.2f}, {worst:.2f}; {eagle:.2f}"],
