@@ -30,6 +30,7 @@ QUICK = {"tutorials/scaling_law.md"}
 """Pages whose programs are quick; those of all other pages are thorough or slow."""
 SLOW = {
     "tutorials/kv_memory.md",
+    "tutorials/ladder.md",
     "tutorials/reward.md",
     "tutorials/snapshots.md",
 }

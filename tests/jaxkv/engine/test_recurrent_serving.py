@@ -27,8 +27,6 @@ from tests.support import batches, engines
 from tests.support.asks import alike, groups
 from tests.support.engines import CACHED, TIGHT, Ask, Run
 
-KINDS = ("gdn", "kda", "mamba2")
-
 
 def model_of(kind: Any) -> ModelConfig:
     """Returns a model with recurrent layers before and after one with attention."""
@@ -68,7 +66,9 @@ def test_answers_equal_whole_sequences_with_checkpoints_and_preemptions() -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["gdn", "mamba2", pytest.param("kda", marks=pytest.mark.slow)]
+)
 def test_swapped_groups_keep_their_states(kind: str) -> None:
     config = dataclasses.replace(CHECKPOINTED, max_swap_pages=16)
     asks = [
@@ -82,7 +82,7 @@ def test_swapped_groups_keep_their_states(kind: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rejected_drafts_leave_no_trace_in_the_state(cached: bool) -> None:
     config = CHECKPOINTED if cached else TIGHT
     config = dataclasses.replace(config, max_drafts=3, token_budget=40)
