@@ -175,7 +175,7 @@ def _draw(ax: "Axes", name: str, runs: Result) -> None:
         ax.bar(places, rates, 0.9 * width, label=label)
     ax.set_xticks(range(len(intervals)), [f"{x:,}" for x in intervals])
     lab.set_labels(
-        ax, name, "tokens between checkpoints", "pages found [%]", ylim=(0, 100)
+        ax, name, "interval of checkpoints [tokens]", "pages found [%]", ylim=(0, 100)
     )
     ax.legend()
 

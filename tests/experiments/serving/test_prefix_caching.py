@@ -242,7 +242,7 @@ def test_shareable_pages_end_at_a_border() -> None:
     assert workloads.count_shareable(prompts, 3) == 3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_checkpoints_find_all_pages_before_them() -> None:
     config = checkpoints.CONFIGS["hybrids_smoke"]
     config = dataclasses.replace(config, num_tasks=2, num_questions=3)
