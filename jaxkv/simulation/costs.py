@@ -52,6 +52,7 @@ class SerializedPhases(NamedTuple):
             **jax.tree.map(jnp.zeros_like, drafts),
         )
         decodes = work._replace(
+            num_prompts=none,
             num_prompt_rows=none,
             prompt_context=none,
             prompt_squares=jnp.zeros_like(work.prompt_squares),
@@ -124,6 +125,7 @@ class KVTransferred(NamedTuple):
         none = jnp.zeros_like(work.num_prompt_rows)
         received = work._replace(
             num_decodes=work.num_drawing,
+            num_prompts=none,
             num_prompt_rows=none,
             decode_context=work.decode_context + work.prompt_context,
             prompt_context=none,

@@ -13,6 +13,8 @@ class Work(NamedTuple):
 
     num_decodes: Int32[Array, ""]
     """Sequences that decode: they feed the last token sampled, and drafts after it."""
+    num_prompts: Int32[Array, ""]
+    """Sequences in prefill that feed tokens."""
     num_prompt_rows: Int32[Array, ""]
     """Tokens fed in prefill, recomputation included."""
     decode_context: Int32[Array, ""]
@@ -95,6 +97,7 @@ def work_of_rows(
     squares = after.astype(jnp.float32) ** 2 - before.astype(jnp.float32) ** 2
     work = Work(
         num_decodes=jnp.sum(decodes, dtype=jnp.int32),
+        num_prompts=jnp.sum(reads, dtype=jnp.int32),
         num_prompt_rows=total(reads, num_rows),
         decode_context=total(decodes, after),
         prompt_context=total(reads, after),

@@ -189,8 +189,10 @@ class ServerCost(NamedTuple):
         )
         # Queries of a chunk attend to earlier tokens and to themselves.
         pairs = (w.prompt_squares + w.num_prompt_rows) / 2
-        pair_s = layers * c.flops_per_key / (c.flops_per_s * f.attention_share)
-        kv_s = layers * c.kv_bytes * self.kv_copies / c.bytes_per_s
+        attention_layers = jnp.sum(c.layers, dtype=jnp.float32)
+        pair_s = c.flops_per_key / (c.flops_per_s * f.attention_share)
+        pair_s *= attention_layers
+        kv_s = attention_layers * c.kv_bytes * self.kv_copies / c.bytes_per_s
         prompt_kv = w.prompt_context + w.num_prompt_rows
         decode_kv = w.decode_context + w.num_decode_rows
         decode_share = f.weight_share * f.decode_kv_ratio
@@ -198,6 +200,9 @@ class ServerCost(NamedTuple):
         attention_s += jnp.maximum(
             w.decode_pairs * pair_s, decode_kv * kv_s / decode_share
         )
+        # States of recurrent layers are streamed as K and V are in decoding.
+        num_states = w.num_decodes + w.num_prompts
+        attention_s += 2 * num_states * c.state_bytes / (c.bytes_per_s * decode_share)
         link_s = rows * self.token_link_s + w.num_logits * self.logit_link_s
         reduce_s = f.reduce_s * self.other_devices**f.reduce_power
         exchange_s = link_s / f.link_share + self.num_reduces * reduce_s

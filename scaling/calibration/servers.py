@@ -15,7 +15,12 @@ from scaling.calibration.server_cost import (
     ServerCost,
     make_server_cost,
 )
-from scaling.costs import Device, count_parameters, kv_bytes_per_token
+from scaling.costs import (
+    Device,
+    count_parameters,
+    kv_bytes_per_token,
+    sequence_state_bytes,
+)
 from scaling.shapes import HeadAttention, ModelShape
 
 type ArrivalProcess = Literal["constant", "poisson"]
@@ -40,7 +45,9 @@ constant includes the memory that nvidia-smi reports and CUDA does not offer.
 """
 
 
-@validation.checks_numbers(memory_share="(0, 1]", reserved_bytes="[0, 1e18]")
+@validation.checks_numbers(
+    memory_share="(0, 1]", reserved_bytes="[0, 1e18]", num_sequences=(0, 2**31 - 1)
+)
 def num_kv_blocks(
     model: ModelShape,
     device: Device,
@@ -49,6 +56,7 @@ def num_kv_blocks(
     block_size: int = 16,
     memory_share: int | float = 0.9,
     reserved_bytes: int | float | None = None,
+    num_sequences: int = 0,
 ) -> int:
     """Returns the blocks of the KV cache of a vLLM server in 16 bits.
 
@@ -66,6 +74,8 @@ def num_kv_blocks(
         vLLM measures when it starts. None means `RESERVED_BYTES` and
         `RESERVED_BYTES_PER_WORD` for each entry of the vocabulary. Steps of more than
         2,048 tokens or 256 sequences need more.
+      num_sequences: sequences whose states of recurrent layers are kept outside of the
+        blocks.
 
     Raises:
       ValueError: the model does not fit, or a share is out of range. The message names
@@ -77,12 +87,14 @@ def num_kv_blocks(
         reserved_bytes = RESERVED_BYTES + RESERVED_BYTES_PER_WORD * model.vocab_size
     weights = 2 * count_parameters(model).total
     block_bytes = block_size * kv_bytes_per_token(model)
+    state_bytes = num_sequences * sequence_state_bytes(model)
 
     def count(degree: int, share: int | float) -> int:
         heads = 1
         if isinstance(model.attention, HeadAttention):
             heads = min(degree, model.attention.num_kv_heads)
-        room = share * device.memory_bytes - weights / degree - reserved_bytes
+        room = share * device.memory_bytes - reserved_bytes
+        room -= (weights + state_bytes) / degree
         return int(room // (block_bytes / heads))
 
     if (blocks := count(tensor_parallel, memory_share)) >= 1:
@@ -143,6 +155,7 @@ class ServerSetup:
             tensor_parallel=self.tensor_parallel,
             block_size=self.block_size,
             memory_share=self.gpu_memory_utilization,
+            num_sequences=self.max_num_seqs,
         )
 
     def cost(self, coefficients: ServerCoefficients) -> ServerCost:

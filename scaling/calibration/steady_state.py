@@ -71,6 +71,7 @@ def find_steady_state(load: SteadyLoad, cost: ServerCost) -> SteadyState:
         squares = prompt**2 - (prompt - new) ** 2
         work = zero._replace(
             num_decodes=num_decodes,
+            num_prompts=num_prompts,
             num_prompt_rows=num_prompts * new,
             decode_context=num_decodes * context,
             prompt_context=num_prompts * prompt,

@@ -17,7 +17,7 @@ from jaxkv import validation
 from jaxkv.simulation import Work
 from scaling.costs import parameters, serving
 from scaling.costs.devices import Device, Precision
-from scaling.costs.flops import STATE_PRODUCTS, decode_terms
+from scaling.costs.flops import decode_terms
 from scaling.shapes import ModelShape
 
 
@@ -32,6 +32,7 @@ class StepCost(NamedTuple):
       expert_bytes: bytes of all routed experts; 0 without experts.
       expert_share: k / e, the share of experts that a token uses.
       kv_bytes: bytes of keys and values of one token in one layer.
+      state_bytes: bytes of the states of a sequence in all recurrent layers.
       window: window of each kind of layer; a huge number without one.
       layers: number of layers of each kind.
       flops_per_s: operations per second of all devices.
@@ -46,6 +47,7 @@ class StepCost(NamedTuple):
     expert_bytes: Float[Array, ""]
     expert_share: Float[Array, ""]
     kv_bytes: Float[Array, ""]
+    state_bytes: Float[Array, ""]
     window: Float[Array, " kinds"]
     layers: Float[Array, " kinds"]
     flops_per_s: Float[Array, ""]
@@ -79,6 +81,8 @@ class StepCost(NamedTuple):
         num_read = jnp.sum((num_read + tokens) * self.layers, dtype=jnp.float32)
         met = 1.0 - (1.0 - self.expert_share) ** tokens
         moved = self.weight_bytes + self.expert_bytes * met + self.kv_bytes * num_read
+        # Each sequence reads and writes its states once.
+        moved += 2 * self.state_bytes * (w.num_decodes + w.num_prompts)
         seconds = jnp.maximum(flops / self.flops_per_s, moved / self.bytes_per_s)
         return jnp.where(tokens > 0, seconds + self.overhead_s, 0.0)
 
@@ -117,8 +121,8 @@ def step_cost(
 ) -> StepCost:
     """Computes the coefficients of a model on devices.
 
-    Latent attention is counted as in decoding, on the latents. The states of recurrent
-    layers are not counted.
+    Latent attention is counted as in decoding, on the latents. States of recurrent
+    layers are read and written once per sequence and step, as by `serving`.
 
     Args:
       model: shape of the model.
@@ -150,16 +154,14 @@ def step_cost(
     windows = model.attention_windows
     kinds = dict.fromkeys(windows)
     numbers = {
-        "flops_per_token": sum(
-            x.flops for x in terms if x.growth == "s" and x.name != STATE_PRODUCTS
-        )
-        - head,
+        "flops_per_token": sum(x.flops for x in terms if x.growth == "s") - head,
         "flops_per_logit": head,
         "flops_per_key": keys,
         "weight_bytes": read_bytes - share * routed * weight_bytes,
         "expert_bytes": routed * weight_bytes,
         "expert_share": share,
         "kv_bytes": model.attention.cached_numbers * kv_bytes,
+        "state_bytes": serving.sequence_state_bytes(model, kv_bytes=kv_bytes),
         "window": [float(window or _ALL) for window in kinds],
         "layers": [float(windows.count(window)) for window in kinds],
         "flops_per_s": device.rate(precision) * compute_share * num_devices,
@@ -207,10 +209,12 @@ def step_work(
     read = jnp.sum(jnp.where(fed[None, :] > 0, cached_keys, 0.0), dtype=jnp.float32)
     written = tokens * jnp.sum(cost.layers, dtype=jnp.float32)
     met_experts = 1.0 - (1.0 - cost.expert_share) ** tokens
+    num_fed = jnp.sum(new > 0, dtype=jnp.float32)
     moved = (
         cost.weight_bytes
         + cost.expert_bytes * met_experts
         + cost.kv_bytes * (read + written)
+        + 2 * cost.state_bytes * num_fed
     )
     time_s = jnp.maximum(flops / cost.flops_per_s, moved / cost.bytes_per_s)
     is_idle = tokens == 0

@@ -150,6 +150,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "block_size": 16,
             "memory_share": 0.9,
             "reserved_bytes": 2e9,
+            "num_sequences": 0,
         },
         "calibration.take_draws": {"posterior": calibration.load_posterior(), "num": 2},
         "corpora.check_lengths": {

@@ -212,6 +212,7 @@ def prompt_s(model: ServedModel, tokens: float, budget: float | None = None) -> 
     edges = [*np.arange(0, tokens, size).tolist(), tokens]
     steps = [
         make_work(
+            num_prompts=1,
             num_prompt_rows=after - before,
             prompt_context=after,
             prompt_squares=after**2 - before**2,

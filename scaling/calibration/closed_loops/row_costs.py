@@ -121,6 +121,7 @@ def count_server(server: MeasuredServer) -> RowWork:
         "expert_bytes": weights.expert_bytes,
         "expert_share": experts.top_k / experts.num_experts if experts else 0.0,
         "kv_bytes": kv_bytes * decode_share * attention_share,
+        "state_bytes": 0.0,  # counted as context, see `state_tokens`
         "window": 0.0,
         "layers": 0.0,
         "flops_per_s": device.bfloat16 * num,

@@ -38,6 +38,7 @@ def work_of(rows: list[Row]) -> Work:
     prompts = [x for x in rows if not x.decodes]
     return make_work(
         num_decodes=sum(x.decodes for x in rows),
+        num_prompts=len(prompts),
         num_prompt_rows=sum(x.new for x in prompts),
         decode_context=sum(x.past + 1 for x in rows if x.decodes),
         prompt_context=sum(x.past + x.new for x in prompts),
@@ -143,6 +144,28 @@ def test_a_step_costs_the_sum_over_its_sequences(
     expected = loop_seconds(SIZES[name], devices, STEPS[step], SimpleNamespace(**exact))
     # The norms' weights, 0.02 % of the rest, are not in the loop.
     assert float(seconds) == pytest.approx(expected, rel=3e-4)
+
+
+def test_recurrent_layers_read_and_write_states_and_no_context() -> None:
+    """OLMo Hybrid: 8 layers of 32 have K and V, 24 have 30 states of 96 x 192."""
+    model = shapes.describe("olmo-hybrid-7b")
+    assert model.recurrent is not None
+    f = draw_coefficients(np.zeros(len(PRIOR)))
+    cost = make_cost(model.name, 1, f)
+    seconds = [
+        float(call(cost, work_of([Row(1, past, True)] * num)))
+        for past, num in ((2000, 8), (6000, 8))
+    ]
+    assert isinstance(model.attention, shapes.HeadAttention)
+    kv_bytes = 8 * 2 * 2 * model.attention.num_kv_heads * model.attention.head_dim
+    rate = BANDWIDTH * float(f.weight_share * f.decode_kv_ratio)
+    grown_s = 8 * 4000 * kv_bytes / rate
+    assert seconds[1] - seconds[0] == pytest.approx(grown_s, rel=1e-2)
+    stateless = cost._replace(counts=cost.counts._replace(state_bytes=jnp.float32(0)))
+    r = model.recurrent
+    num_bytes = 24 * (4 * r.state_numbers + 2 * r.conv_numbers)
+    states_s = seconds[0] - float(call(stateless, work_of([Row(1, 2000, True)] * 8)))
+    assert states_s == pytest.approx(2 * 8 * num_bytes / rate, rel=1e-2)
 
 
 def test_keys_and_values_are_copied_if_devices_outnumber_their_heads() -> None:

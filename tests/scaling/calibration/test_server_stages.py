@@ -19,7 +19,7 @@ from scaling.calibration import (
     read_measured_stages,
     simulate_stage,
 )
-from scaling.costs import find_device
+from scaling.costs import find_device, kv_bytes_per_token, sequence_state_bytes
 from tests.support.folders import GOLDEN
 
 FIRST = read_measured_stages(GOLDEN / "vllm_stages.csv")[0]
@@ -151,6 +151,10 @@ def test_blocks_that_fit_into_memory() -> None:
     memory = 0.9 * 81559 * 2**20
     left = memory - 2 * 6_738_415_616 - 2e9
     assert num_kv_blocks(llama, H100, reserved_bytes=2e9) == int(left // (16 * 524_288))
+    hybrid = shapes.describe("olmo-hybrid-7b")
+    fewer = num_kv_blocks(hybrid, H100) - num_kv_blocks(hybrid, H100, num_sequences=64)
+    state_bytes = 64 * sequence_state_bytes(hybrid) / (16 * kv_bytes_per_token(hybrid))
+    assert fewer == pytest.approx(state_bytes, abs=1)
     # One KV head on each of 8 devices; 16 devices have 2 copies of each.
     large = shapes.describe("llama-3.1-70b")
     eight, sixteen = (

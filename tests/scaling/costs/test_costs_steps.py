@@ -15,13 +15,14 @@ from scaling.costs import decode_work, find_device, prefill_work, roofline, step
 from scaling.costs.steps import StepCost, step_cost, step_work
 
 A100 = find_device("a100-40gb")
+MODELS = ["llama-2-7b", "gemma-2-2b", "mixtral-8x7b", "olmo-hybrid-7b"]
 
 
 def ints(*values: int) -> jax.Array:
     return jnp.array(values, jnp.int32)
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b", "gemma-2-2b", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_step_of_decoding(name: str) -> None:
     model = shapes.describe(name)
     cost = step_cost(model, A100, num_devices=2)
@@ -34,7 +35,7 @@ def test_a_step_of_decoding(name: str) -> None:
     assert work.time_s == pytest.approx(time_s, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b", "gemma-2-2b", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_step_cost_is_a_cost_model_of_the_simulator(name: str) -> None:
     """Sums over equal sequences give the time of `step_work`, with windows or not."""
     model = shapes.describe(name)
@@ -44,7 +45,11 @@ def test_a_step_cost_is_a_cost_model_of_the_simulator(name: str) -> None:
         exact = step_work(cost, ints(1, 1, 1), ints(past, past, past), jnp.int32(3))
         assert float(cost(decode)) == pytest.approx(float(exact.time_s), rel=1e-3)
     prompt = make_work(
-        num_prompt_rows=512, prompt_context=512, prompt_squares=512**2, num_drawn=1
+        num_prompts=1,
+        num_prompt_rows=512,
+        prompt_context=512,
+        prompt_squares=512**2,
+        num_drawn=1,
     )
     exact = step_work(cost, ints(512), ints(0), jnp.int32(1))
     assert float(cost(prompt)) == pytest.approx(float(exact.time_s), rel=1e-3)
