@@ -84,7 +84,7 @@ if TYPE_CHECKING:
         reserve,
         truncate,
     )
-    from jaxkv.memory.prefixes.checkpoints import attach, checkpoint_of, checkpointed
+    from jaxkv.memory.prefixes.checkpoints import checkpoint_of, checkpointed
     from jaxkv.memory.prefixes.idle_pages import is_idle
     from jaxkv.memory.prefixes.prefix_cache import (
         PrefixCache,
@@ -128,6 +128,7 @@ if TYPE_CHECKING:
     )
     from jaxkv.memory.window_pool import (
         WindowPool,
+        attach_window_pages,
         continue_window_slots,
         drop_window_slots,
         make_window_pool,

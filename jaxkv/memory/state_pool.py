@@ -19,7 +19,12 @@ from jaxtyping import Array, Bool, Int32
 from jaxkv import arrays, validation
 from jaxkv.memory.kv_pages import NO_STATE
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.memory.prefixes import PrefixCache, attach, checkpointed
+from jaxkv.memory.prefixes import (
+    PrefixCache,
+    checkpointed,
+    entry_tick,
+    new_checkpoints,
+)
 
 
 class StatePool(NamedTuple):
@@ -112,11 +117,17 @@ def attach_states(
 ) -> StatePool:
     """Makes states the checkpoints of pages.
 
-    As `checkpoints.attach`.
+    Rows are skipped as by `new_checkpoints`. Of several states for one page one is
+    attached.
     """
-    pool, attached = attach(pool, cache, page_ids, states)
-    last_used = arrays.put(pool.last_used, attached, cache.tick)
-    return pool._replace(last_used=last_used)
+    pages, states = new_checkpoints(pool, cache, page_ids, states)
+    of_page = arrays.put(pool.of_page, pages, NO_STATE)
+    return pool._replace(
+        page=arrays.put(pool.page, states, pages),
+        entered=arrays.put(pool.entered, states, entry_tick(cache, pages)),
+        last_used=arrays.put(pool.last_used, states, cache.tick),
+        of_page=arrays.put(of_page, pages, states, "max"),
+    )
 
 
 def count_state_faults(

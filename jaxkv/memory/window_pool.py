@@ -20,7 +20,12 @@ from jaxkv.memory import page_pool, page_sharing, page_table
 from jaxkv.memory.demand import first_window_page, pages_for
 from jaxkv.memory.page_pool import NO_PAGE, Pool, make_pool
 from jaxkv.memory.page_table import Copies, Table
-from jaxkv.memory.prefixes import PrefixCache, checkpoint_of
+from jaxkv.memory.prefixes import (
+    PrefixCache,
+    checkpoint_of,
+    entry_tick,
+    new_checkpoints,
+)
 
 
 class WindowPool(NamedTuple):
@@ -148,6 +153,24 @@ def continue_window_slots(
     return windows._replace(pool=pool, page_ids=after.page_ids)
 
 
+def attach_window_pages(
+    windows: WindowPool, cache: PrefixCache, page_ids: Int32[Array, "slots columns"]
+) -> WindowPool:
+    """Makes the pages of slots the checkpoints of cached pages in the same columns.
+
+    `page_ids` are these pages of each slot; columns with `NO_PAGE` are skipped.
+    """
+    pages, entries = new_checkpoints(
+        windows, cache, page_ids.reshape(-1), windows.page_ids.reshape(-1)
+    )
+    of_page = arrays.put(windows.of_page, pages, NO_PAGE)
+    return windows._replace(
+        page=arrays.put(windows.page, entries, pages),
+        entered=arrays.put(windows.entered, entries, entry_tick(cache, pages)),
+        of_page=arrays.put(of_page, pages, entries, "max"),
+    )
+
+
 @validation.checks_numbers()
 def window_pages_of(
     windows: WindowPool,
@@ -177,7 +200,9 @@ def window_pages_of(
     missing = jnp.where(own == NO_PAGE, column, -1)
     # Without a column from `last_missing` on, all pages after it are there.
     last_missing = jnp.maximum.accumulate(missing, axis=1)
-    first = first_window_page((column + 1) * page_size, window=window, page_size=page_size)
+    first = first_window_page(
+        (column + 1) * page_size, window=window, page_size=page_size
+    )
     ends_here = (page_ids != NO_PAGE) & (own != NO_PAGE) & (last_missing < first)
     num = jnp.max(jnp.where(ends_here, column + 1, 0), axis=1, keepdims=True)
     first = first_window_page(num * page_size, window=window, page_size=page_size)

@@ -322,9 +322,7 @@ class PagedForward:
             q, packed_q, group_pages = writers[kind](
                 layer.index, qkv, angles, group_pages
             )
-            pages = (
-                pages._replace(windowed=group_pages) if is_windowed else group_pages
-            )
+            pages = pages._replace(windowed=group_pages) if is_windowed else group_pages
             out = run(
                 group_pages,
                 layer.index,

@@ -95,7 +95,7 @@ def swap_out(
     if state.staging is None:
         return state, jnp.zeros_like(leaves), jnp.zeros(leaves.shape, jnp.int32)
     leaves &= recurrent_states.has_room_to_swap(state, leaves)
-    leaves &= window_pages.has_room_for_windows(state, leaves)
+    leaves = window_pages.keep_if_room(state, leaves)
     holder = memory.holders(state.table, group)
     after, left = copy_out(
         state.staging,

@@ -76,9 +76,7 @@ def attach_windows(
     column = jnp.arange(windows.page_ids.shape[1], dtype=jnp.int32)[None, :]
     is_filled = (column >= first[:, None]) & (column < (first + num_filled)[:, None])
     page_ids = jnp.where(is_filled, state.table.page_ids, NO_PAGE)
-    windows, _ = memory.attach(
-        windows, state.prefixes, page_ids.reshape(-1), windows.page_ids.reshape(-1)
-    )
+    windows = memory.attach_window_pages(windows, state.prefixes, page_ids)
     return state._replace(windows=windows)
 
 
@@ -145,15 +143,15 @@ def release_windows(state: EngineState, mask: Bool[Array, " slots"]) -> EngineSt
     return state._replace(windows=memory.drop_window_slots(windows, mask))
 
 
-def has_room_for_windows(
+def keep_if_room(
     state: EngineState, leaves: Bool[Array, " slots"]
-) -> Bool[Array, ""]:
-    """Returns True if slots can keep their pages while they are swapped out."""
+) -> Bool[Array, " slots"]:
+    """Returns the slots to swap out, none unless all can keep their pages meanwhile."""
     if (windows := state.windows) is None:
-        return jnp.ones((), bool)
+        return leaves
     is_out = jnp.any(windows.of_sequence != NO_PAGE, axis=1)
     num = jnp.sum(leaves, dtype=jnp.int32) + jnp.sum(is_out, dtype=jnp.int32)
-    return num <= leaves.shape[0]
+    return leaves & (num <= leaves.shape[0])
 
 
 def swap_windows_out(state: EngineState, mask: Bool[Array, " slots"]) -> EngineState:

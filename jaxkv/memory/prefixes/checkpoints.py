@@ -7,7 +7,7 @@ starts on the page continues from it. A checkpoint is valid while its page is ca
 which the tick of the page's entry shows, and until the pool writes to it again.
 """
 
-from typing import Protocol, Self
+from typing import Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
@@ -18,7 +18,7 @@ from jaxkv.memory.prefixes.prefix_cache import PrefixCache, entry_tick, is_cache
 
 
 class Checkpoints(Protocol):
-    """The fields of a pool whose entries can be checkpoints: a NamedTuple."""
+    """The fields of a pool whose entries can be checkpoints."""
 
     @property
     def page(self) -> Int32[Array, " entries"]:
@@ -34,8 +34,6 @@ class Checkpoints(Protocol):
     def of_page(self) -> Int32[Array, " pages"]:
         """Checkpoint of each page, if its `page` is this one."""
         ...
-
-    def _replace(self, **changes: Array) -> Self: ...
 
 
 def checkpointed(
@@ -60,28 +58,20 @@ def checkpoint_of(
     return jnp.where(valid, entry, arrays.NONE)
 
 
-def attach[T: Checkpoints](
-    pool: T,
+def new_checkpoints(
+    pool: Checkpoints,
     cache: PrefixCache,
     page_ids: Int32[Array, " n"],
     entries: Int32[Array, " n"],
-) -> tuple[T, Int32[Array, " n"]]:
-    """Makes entries the checkpoints of pages.
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
+    """Returns the pages that get a checkpoint, and the entries that become one.
 
-    Skipped are pages that are not cached or have a checkpoint, and rows without a page
-    or an entry. Of several entries for one page one is attached.
-
-    Returns:
-      The new pool; and the entries, `arrays.NONE` in skipped rows.
+    Rows are skipped, with `NO_PAGE` and `arrays.NONE`, if they have no page or no
+    entry, or a page that is not cached or has a checkpoint.
     """
     wanted = is_cached(cache, page_ids) & (entries != arrays.NONE)
     wanted &= checkpoint_of(pool, cache, page_ids) == arrays.NONE
-    pages = jnp.where(wanted, page_ids, NO_PAGE)
-    entries = jnp.where(wanted, entries, arrays.NONE)
-    of_page = arrays.put(pool.of_page, pages, arrays.NONE)
-    pool = pool._replace(
-        page=arrays.put(pool.page, entries, pages),
-        entered=arrays.put(pool.entered, entries, entry_tick(cache, pages)),
-        of_page=arrays.put(of_page, pages, entries, "max"),
+    return (
+        jnp.where(wanted, page_ids, NO_PAGE),
+        jnp.where(wanted, entries, arrays.NONE),
     )
-    return pool, entries
