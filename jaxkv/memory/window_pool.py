@@ -6,8 +6,9 @@ in the columns of a second page table: a column behind the window is `NO_PAGE` a
 Lengths are those of the first table, and nothing is reserved ahead of a step.
 
 A free page keeps its content until it is allocated again, and pages are allocated in
-the order in which they became free. So it stays the checkpoint of its page in the
-prefix cache, see `checkpoints`, and a request that starts there takes it back.
+the order in which they became free, of those of one call the last column first. So a
+page stays the checkpoint of its page in the prefix cache, see `checkpoints`, and a
+request that starts there takes it back.
 """
 
 from typing import NamedTuple
