@@ -49,13 +49,15 @@ def init_cache(pages: Pages, *, max_slots: int, max_length: int) -> Cache:
 
     Raises:
       ValueError: `max_slots` or `max_length` is below 1, or the model has recurrent
-        layers, whose states only an engine keeps.
+        layers, whose states only an engine keeps, or windows that release pages.
     """
     if pages.states is not None:
         raise ValueError(
             "models with recurrent layers must be served by an engine, see "
             "engine.run_steps: a cache of pages alone has no states to fork"
         )
+    if pages.windowed is not None:
+        raise ValueError("release_window_pages=True must be False without an engine")
     max_length = validation.integer("max_length", max_length, low=1)
     return Cache(
         pages,

@@ -79,6 +79,8 @@ class ServeOptions:
     """Token ids that can end an answer, including those of the model."""
     prefix_cache: bool = True
     """Share the K and V of common prefixes between requests."""
+    release_window_pages: bool = False
+    """Free the K and V behind the sliding windows of a model."""
     seed: int = 0
     """Seed for requests without one."""
     decode: Annotated[
@@ -391,7 +393,7 @@ def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, ob
     # Rows with logits for the log-probabilities of prompts.
     rows = slots + options.token_budget if options.max_logprobs else 0
     names = ("token_budget", "steps_per_call", "max_logprobs", "max_beams")
-    names += ("max_stop_tokens", "prefix_cache", "seed")
+    names += ("max_stop_tokens", "prefix_cache", "release_window_pages", "seed")
     return {name: getattr(options, name) for name in names} | {
         "max_length": max_length,
         "max_slots": slots,

@@ -122,6 +122,7 @@ def _search(
     )
     pool, table = memory.reorder(pool, table, source)
     state = paging.fork_states(state, source)
+    state = paging.continue_windows(state, source)
     state = state._replace(pool=pool, table=table)
     row = jnp.where(is_searched, sequence, NO_SEQUENCE)
     num_tokens = state.slots.num_tokens

@@ -105,6 +105,7 @@ def advance_and_fork(
         pool, table = memory.fork(state.pool, state.table, forks, page_size=size)
         slots = ledger.record_forks(state.slots, forks >= 0, table.length)
         state = paging.fork_states(state, forks)
+        state = paging.continue_windows(state, forks)
         return state._replace(pool=pool, table=table).with_slots(slots)
 
     return arrays.update_if(jnp.any(forks >= 0), fork, state, forks)
@@ -170,6 +171,7 @@ def promote_fork_waiter(
         num_given=jnp.where(succeeds, table.length, fork.num_given),
     )
     state = paging.fork_states(state, source)
+    state = paging.continue_windows(state, source)
     state = state._replace(pool=pool, table=table)
     return state.with_slots(state.slots._replace(fork=fork))
 

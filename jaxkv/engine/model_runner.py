@@ -193,6 +193,7 @@ def _decode(
         page_ids=state.table.page_ids,
         logit_rows=wanted.source,
         states=locate_states(wanted.state_plan, None, place, config),
+        window_ids=state.window_ids,
     )
     result = run(state.pages, rows)
     after = state._replace(pages=result.pages)
@@ -357,6 +358,7 @@ def _pack(
         page_ids=state.table.page_ids,
         logit_rows=logit_rows,
         states=locate_states(wanted.state_plan, slot, position, config),
+        window_ids=state.window_ids,
     )
     return _PackedRows(rows, target)
 

@@ -178,6 +178,7 @@ def _preempt_and_admit(
     stays = jnp.where(source < num_slots, source, NO_SEQUENCE)
     state = state._replace(ledger=books, table=move_slots(state.table, stays))
     state = paging.move_states(state, stays)
+    state = paging.move_windows(state, stays)
     # Slot of the first sequence of each admitted request.
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     index = jnp.where(source >= num_slots, source - num_slots, NO_SEQUENCE)
@@ -242,10 +243,12 @@ def forget_kv(
             prefixes=make_prefix_cache(config.num_pages, config.page_size),
         )
         state = paging.forget_checkpoints(state)
+        state = paging.forget_windows_of_prefixes(state)
     if (staging := state.staging) is None:
         return state
     every = jnp.ones(state.sequences.group.shape, bool)
     state = paging.forget_swapped_states(state, every)
+    state = paging.forget_swapped_windows(state, every)
     empty = make_staging(
         state.pages,
         num_places=0,

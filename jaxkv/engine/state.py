@@ -23,11 +23,14 @@ from jaxkv.memory import (
     Staging,
     StatePool,
     Table,
+    WindowPool,
     make_pool,
     make_prefix_cache,
     make_staging,
     make_state_pool,
     make_table,
+    make_window_pool,
+    max_window_pages,
 )
 from jaxkv.models import NO_EXPERT
 from jaxkv.sampling import Beams, Params, greedy_params, make_beams
@@ -65,6 +68,7 @@ class EngineFields(TypedDict, total=False):
     record_routes: bool
     state_interval: int
     num_checkpoints: int
+    release_window_pages: bool
     seed: int
     debug: bool
 
@@ -124,6 +128,9 @@ class EngineConfig:
     `page_size`; without effect for models without recurrent layers."""
     num_checkpoints: int = 0
     """Recurrent states that can be checkpoints; 0 means four for each slot."""
+    release_window_pages: bool = False
+    """True if layers with a sliding window have pages of their own, which return to
+    their pool behind the window; `num_pages` are then those of the remaining layers."""
     kv_dtype: Literal["model", "int8", "fp8"] = "model"
     """Type of cached K and V: the model's type, or 8 bits with a scale for each token
     and head, which holds about twice as many tokens as 16 bits."""
@@ -231,6 +238,23 @@ class EngineConfig:
     def max_checkpoints_per_step(self) -> int:
         """Largest number of checkpoints in a step, those of drafts excluded."""
         return self.max_slots + self.token_budget // self.state_interval
+
+    def num_window_pages(self, window: int) -> int:
+        """Returns the pages of layers with a window: as many as never limit a step.
+
+        Swapped sequences, as many as there are slots, keep theirs. With the prefix
+        cache, as many pages again keep the windows at the ends of prefixes.
+        """
+        num = max_window_pages(
+            self.max_slots,
+            window=window,
+            page_size=self.page_size,
+            token_budget=self.token_budget,
+            max_length=self.max_length,
+        )
+        if not self.prefix_cache and not self.max_swap_pages:
+            return min(num, self.num_pages)
+        return num * (1 + (self.max_swap_pages > 0) + self.prefix_cache)
 
     @property
     def num_logit_rows(self) -> int:
@@ -369,6 +393,13 @@ class EngineState(NamedTuple):
     routes: Int32[Array, "sequences max_length mixtures top_k"] | None = None
     """Experts of each token of sequences that have left their slots, `NO_EXPERT` where
     no token was fed; None if they are not recorded."""
+    windows: WindowPool | None = None
+    """Uses of the pages of layers with a window; None unless these return behind it."""
+
+    @property
+    def window_ids(self) -> Int32[Array, "slots pages_per_slot"] | None:
+        """Page table of layers with a window; None unless their pages return."""
+        return None if self.windows is None else self.windows.page_ids
 
     @property
     def slots(self) -> Slots:
@@ -408,9 +439,9 @@ def init(
     Raises:
       ValueError: the pages differ from the configuration in size or type, or only one
         of them records routes; or `state_interval` is no multiple of `page_size`, and
-        there are recurrent layers.
+        there are recurrent layers; or only one of them releases pages behind windows.
     """
-    for leaf in jax.tree.leaves(pages._replace(states=None)):
+    for leaf in jax.tree.leaves(pages.by_page):
         if leaf.shape[1] != config.num_pages:
             raise ValueError(f"{leaf.shape[1]=} must be {config.num_pages=}")
     if pages.layout.kv_dtype != config.kv_dtype:
@@ -421,6 +452,11 @@ def init(
         raise ValueError(
             f"{config.record_routes=} needs pages made with record_routes="
             f"{config.record_routes}"
+        )
+    if (pages.windowed is not None) != config.release_window_pages:
+        raise ValueError(
+            f"{config.release_window_pages=} needs pages made with "
+            f"release_window_pages={config.release_window_pages}"
         )
     states = None
     if pages.states is not None:
@@ -454,10 +490,11 @@ def init(
             parents=jnp.zeros((num, length), jnp.int32),
             path=jnp.zeros((num, length), jnp.int32),
         )
+    table = make_table(slots, config.max_pages_per_slot)
     return EngineState(
         pages=pages,
         pool=make_pool(config.num_pages),
-        table=make_table(slots, config.max_pages_per_slot),
+        table=table,
         ledger=ledger.make_ledger(
             num_slots=slots,
             # `slots` more places, so that preempted requests always fit.
@@ -482,6 +519,14 @@ def init(
         states=states,
         memory=memory,
         routes=routes,
+        windows=None
+        if pages.windowed is None
+        else make_window_pool(
+            pages.windowed.num_pages,
+            num_sequences=config.max_sequences,
+            num_pages=config.num_pages,
+            table=table,
+        ),
     )
 
 

@@ -43,6 +43,7 @@ from jaxkv.memory import (
     count_swap_faults,
     move_tokens,
     shared_writes,
+    window_table,
 )
 from jaxkv.memory import violations as count_violations
 from jaxkv.models import Forward
@@ -100,6 +101,9 @@ class StepInfo(NamedTuple):
     is_disabled: Bool[Array, ""] | None = None
     """True if the drafter is disabled for the next call, see `Drafter.is_disabled`;
     None if it cannot be."""
+    used_window_pages: Int32[Array, ""] | None = None
+    """Pages of layers with a window in use while the step ran, those of swapped
+    sequences included; None unless they return behind the window."""
 
     def __repr__(self) -> str:
         """One line with the numbers of steps and slots."""
@@ -146,6 +150,10 @@ def step(
         drafter=drafter,
         kinds=kinds,
     )
+    num_rows = applied.num_rows
+    granted = applied.granted
+    most_rows = num_rows if granted is None else num_rows + granted
+    state = paging.map_windows(state, most_rows, config)
     planned = state
     drafts = None
     if drafter is not None:
@@ -154,8 +162,7 @@ def step(
             params, state, applied.granted, drafter, config
         )
     # Drafts are fed after the rows of their slot; `num_rows` excludes them.
-    forks = groups.find_forks(state, applied.num_rows, kinds)
-    num_rows = applied.num_rows
+    forks = groups.find_forks(state, num_rows, kinds)
     state, state_plan = paging.plan_states(
         state, num_rows, None if drafts is None else drafts.num, config
     )
@@ -181,12 +188,18 @@ def step(
         )
     if drafter is not None:
         state = _accept(state, emitted, applied, drafts, drafter, state_plan, config)
+    state = paging.trim_windows(state, config)
     state = _retire(state, emitted, scheduling.holds_finished(policy), eviction)
     info = _info(planned, applied, emitted, state, config, kinds)
     if config.debug:
         unsafe = shared_writes(
             planned.pool, planned.table, info.num_rows, page_size=config.page_size
         )
+        if (windows := planned.windows) is not None:
+            table = window_table(windows, planned.table)
+            unsafe += shared_writes(
+                windows.pool, table, info.num_rows, page_size=config.page_size
+            )
         info = info._replace(violations=_audit(state, config)._replace(i3=unsafe))
     return state, info
 
@@ -233,6 +246,15 @@ def _compact_accepted_path(state: EngineState, verified: VerifyOutput) -> Engine
         length - 1 + verified.path,
         jnp.where(stays, length + index, -1),
     )
+    if (windows := state.windows) is not None:
+        assert pages.windowed is not None
+        windowed = move_tokens(
+            pages.windowed,
+            windows.page_ids,
+            length - 1 + verified.path,
+            jnp.where(stays, length + index, -1),
+        )
+        pages = pages._replace(windowed=windowed)
     return state._replace(pages=pages)
 
 
@@ -277,6 +299,7 @@ def _info(
         enough=applied.enough,
         violations=None,
         num_drafts=num_drafts,
+        used_window_pages=paging.num_used_window_pages(planned),
     )
 
 
@@ -395,6 +418,9 @@ def _audit(state: EngineState, config: EngineConfig) -> Violations:
         page_size=config.page_size,
         pins=paging.pinned_pages(state),
     )
+    of_windows = paging.count_window_violations(state, live, config)
+    if of_windows is not None:
+        violations = jax.tree.map(jnp.add, violations, of_windows)
     if state.prefixes is not None:
         violations = violations._replace(
             i7=count_prefix_faults(state.prefixes, state.pool)

@@ -7,7 +7,9 @@ from pallas_kernels.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from jaxkv.memory.demand import (
         Size,
+        first_window_page,
         max_pages,
+        max_window_pages,
         missing_pages,
         own_tokens,
         pages_for,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from jaxkv.memory.kv_layout import (
         DEFAULT_LAYOUT,
         KVLayout,
+        WindowLayers,
         can_rotate_and_write,
         make_pages,
         rotate_and_write,
@@ -81,6 +84,7 @@ if TYPE_CHECKING:
         reserve,
         truncate,
     )
+    from jaxkv.memory.prefixes.checkpoints import checkpoint_of, checkpointed
     from jaxkv.memory.prefixes.idle_pages import is_idle
     from jaxkv.memory.prefixes.prefix_cache import (
         PrefixCache,
@@ -107,8 +111,6 @@ if TYPE_CHECKING:
         StatePool,
         allocate_states,
         attach_states,
-        checkpoint_of,
-        checkpointed,
         count_state_faults,
         make_state_pool,
         replace_states,
@@ -123,6 +125,19 @@ if TYPE_CHECKING:
         is_written,
         make_staging,
         num_free_places,
+    )
+    from jaxkv.memory.window_pool import (
+        WindowPool,
+        attach_window_pages,
+        continue_window_slots,
+        drop_window_slots,
+        make_window_pool,
+        map_window_pages,
+        release_swapped_windows,
+        start_on_window_pages,
+        trim_window_pages,
+        window_pages_of,
+        window_table,
     )
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -127,3 +127,29 @@ def own_tokens(
     `others` is the number of pages counted for another sequence.
     """
     return jnp.maximum(length - others * page_size, 0)
+
+
+@validation.checks_numbers()
+def first_window_page(
+    length: Int32[Array, "*n"], *, window: Size, page_size: Size
+) -> Int32[Array, "*n"]:
+    """Returns the first page of a sequence that a token after `length` tokens reads.
+
+    A token at position p reads the keys at positions above p - window.
+    """
+    return jnp.maximum(length - window + 1, 0) // page_size
+
+
+@validation.checks_numbers()
+def max_window_pages(
+    num_slots: int, *, window: int, page_size: int, token_budget: int, max_length: int
+) -> int:
+    """Returns the largest number of pages with keys that a step reads or writes.
+
+    A slot with n rows has at most ceil((window + n - 2) / page_size) + 1 such pages, in
+    a layer with a window, and no more than `max_length` tokens have. All slots together
+    have at most `token_budget` rows.
+    """
+    per_slot = -(-max(window - 2, 0) // page_size) + 2
+    whole = -(-max_length // page_size)
+    return min(num_slots * per_slot + token_budget // page_size, num_slots * whole)

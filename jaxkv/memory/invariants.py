@@ -80,13 +80,16 @@ def violations(
     *,
     page_size: int,
     pins: Int32[Array, " pages"] | Bool[Array, " pages"] | None = None,
+    first: Int32[Array, " slots"] | None = None,
 ) -> Violations:
     """Counts violations of the invariants of pool and tables.
 
     I1: the reference count of a page is the number of its entries in live rows plus its
     pins, which are uses outside the table. I2: the free pages are those with count
-    zero. I4: a row has ceil((length + ahead) / page_size) distinct pages and then
-    `NO_PAGE`, and neither number is negative. I5: a slot that is not live is empty.
+    zero. I4: a row has distinct pages in columns `first` to ceil((length + ahead) /
+    page_size), and `NO_PAGE` elsewhere, and neither number is negative. I5: a slot that
+    is not live is empty. `first` is 0, or the first column within the window of the
+    next token in the table of layers with a window, see `demand.first_window_page`.
 
     Reads every page and sorts every row: for tests and debug mode. I3, I7, `swap`
     and `states` have functions of their own and are 0 here.
@@ -96,6 +99,8 @@ def violations(
     have = page_table.num_pages(table, page_size=page_size)
     place = jnp.arange(pages_per_slot, dtype=jnp.int32)[None, :]
     valid = place < have[:, None]
+    if first is not None:
+        valid &= place >= first[:, None]
     held = jnp.zeros_like(pool.ref) if pins is None else pins.astype(jnp.int32)
     used = jnp.where(valid & live[:, None], table.page_ids, NO_PAGE)
     held = arrays.put(held, used, 1, "add")

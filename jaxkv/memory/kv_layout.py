@@ -72,6 +72,8 @@ class KVLayout:
     `value_width` numbers of the keys, as in the latent attention of DeepSeek-V2,
     arXiv:2405.04434, section 2.1. The remaining numbers of the keys then have the dtype
     of the model for any `kv_dtype`."""
+    window: int | None = None
+    """Largest window of the layers, for `Pages.windowed`; else None."""
 
     def make(self, shape: tuple[int, ...], dtype: DTypeLike) -> Pages:
         """Makes pages of zeros.
@@ -286,6 +288,17 @@ DEFAULT_LAYOUT = KVLayout()
 """K and V in the dtype of the model."""
 
 
+class WindowLayers(NamedTuple):
+    """Layers with a window whose pages have ids of their own, see `Pages.windowed`."""
+
+    num_layers: int
+    """Number of these layers, at most that of all."""
+    num_pages: int
+    """Pages of these layers."""
+    window: int
+    """Largest window in tokens."""
+
+
 def make_pages(
     *,
     num_layers: int,
@@ -299,13 +312,14 @@ def make_pages(
     num_features: int = 0,
     num_mixtures: int = 0,
     top_k: int = 0,
+    windowed: WindowLayers | None = None,
 ) -> Pages:
     """Makes pages of K and V, filled with zeros; all sizes are at least 1.
 
     `dtype` is the dtype of the model, and `kv_dtype` and `value_width` are those of a
     `KVLayout`. If positive, `num_features` numbers per token are kept as well, in the
     model's dtype for any `kv_dtype`. With `num_mixtures`, the `top_k` experts of each
-    token in each mixture are kept.
+    token in each mixture are kept. Of the layers, `windowed` have pages of their own.
 
     Returns:
       The pages, with 2 * num_layers * num_pages * num_kv_heads * page_size * head_dim
@@ -337,7 +351,14 @@ def make_pages(
     if width % 2:
         raise ValueError(f"{num_features=} must be even")
     try:
-        pages = KVLayout(kv_dtype, value_width).make(shape, dtype)
+        layout = KVLayout(kv_dtype, value_width)
+        if windowed is None:
+            pages = layout.make(shape, dtype)
+        else:
+            pages = layout.make((shape[0] - windowed.num_layers, *shape[1:]), dtype)
+            layout = dataclasses.replace(layout, window=windowed.window)
+            size = windowed.num_layers, windowed.num_pages, *shape[2:]
+            pages = pages._replace(windowed=layout.make(size, dtype))
         if num_mixtures:
             size = 1, num_pages, num_mixtures, page_size, top_k
             pages = pages._replace(routes=jnp.zeros(size, jnp.int32))
@@ -392,7 +413,7 @@ def _local_view(pages: Pages, rows: Rows, window: int | None) -> RowView:
 def can_rotate_and_write(pages: Pages, qkv: Array | jax.ShapeDtypeStruct) -> bool:
     """Returns True if `rotate_and_write` supports a projection of this shape."""
     return (
-        pages.layout == DEFAULT_LAYOUT
+        dataclasses.replace(pages.layout, window=None) == DEFAULT_LAYOUT
         and choose_rotary_write(qkv, pages.k) != "reference"
     )
 

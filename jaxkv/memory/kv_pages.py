@@ -71,6 +71,14 @@ class Pages(NamedTuple):
     """States of recurrent layers, leaves `[layers, states, ...]`; None without such
     layers. States have numbers of their own, see `memory.state_pool`: functions that
     copy or move pages leave them as they are."""
+    windowed: "Pages | None" = None
+    """K and V of layers with a window, if these have page ids of their own, see
+    `memory.window_pool`; their `layout.window` is the largest window."""
+
+    @property
+    def by_page(self) -> "Pages":
+        """The leaves that page ids address: without states and windowed pages."""
+        return self._replace(states=None, windowed=None)
 
     @property
     def dtype(self) -> np.dtype:
@@ -146,6 +154,8 @@ class Rows(NamedTuple):
     itself. Set together with `context`."""
     states: StateRows | None = None
     """States of recurrent layers; None if the state of each slot has its number."""
+    window_ids: Int32[Array, "slots pages_per_slot"] | None = None
+    """The page table of `Pages.windowed`; None without such pages."""
 
     @property
     def places(self) -> Int32[Array, " rows"]:
@@ -257,17 +267,20 @@ def copy(
         def copy_pages_at(index: Array, pages: Pages) -> Pages:
             ids = [lax.dynamic_slice_in_dim(x, index * size, size) for x in packed]
             read = pages if origin is None else origin
-            return jax.tree.map(lambda leaf, x: one_leaf(leaf, x, ids), pages, read)
+            return jax.tree.map(
+                lambda leaf, x: one_leaf(leaf, x, ids) if leaf.size else leaf,
+                pages,
+                read,
+            )
 
         trips = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
         return lax.fori_loop(0, trips, copy_pages_at, pages)
 
-    states = pages.states
-    origin = None if origin is None else origin._replace(states=None)
+    origin = None if origin is None else origin.by_page
     copied = arrays.update_if(
-        jnp.any(wanted), every_one, pages._replace(states=None), wanted, source, target
+        jnp.any(wanted), every_one, pages.by_page, wanted, source, target
     )
-    return copied._replace(states=states)
+    return copied._replace(states=pages.states, windowed=pages.windowed)
 
 
 def move_tokens(
@@ -313,7 +326,10 @@ def move_tokens(
 
         return jax.tree.map(one_leaf, pages)
 
-    return arrays.update_if(jnp.any(moves), every_one, pages, moves, source, target)
+    moved = arrays.update_if(
+        jnp.any(moves), every_one, pages.by_page, moves, source, target
+    )
+    return moved._replace(states=pages.states, windowed=pages.windowed)
 
 
 def gather_pages(pages: PyTree[Array], page_ids: Int32[Array, " n"]) -> PyTree[Array]:

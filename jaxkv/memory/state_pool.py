@@ -19,7 +19,12 @@ from jaxtyping import Array, Bool, Int32
 from jaxkv import arrays, validation
 from jaxkv.memory.kv_pages import NO_STATE
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.memory.prefixes import PrefixCache, entry_tick, is_cached
+from jaxkv.memory.prefixes import (
+    PrefixCache,
+    checkpointed,
+    entry_tick,
+    new_checkpoints,
+)
 
 
 class StatePool(NamedTuple):
@@ -60,26 +65,6 @@ def make_state_pool(
         last_used=jnp.zeros((num_states,), jnp.int32),
         of_page=none(num_pages),
     )
-
-
-def checkpointed(pool: StatePool, cache: PrefixCache | None) -> Bool[Array, " states"]:
-    """Returns True for states that are valid checkpoints."""
-    if cache is None:
-        return jnp.zeros(pool.ref.shape, bool)
-    state = jnp.arange(pool.ref.shape[0], dtype=jnp.int32)
-    fresh = entry_tick(cache, pool.page) == pool.entered
-    is_named = arrays.take(pool.of_page, pool.page, fill=NO_STATE) == state
-    return is_cached(cache, pool.page) & fresh & is_named
-
-
-def checkpoint_of(
-    pool: StatePool, cache: PrefixCache, page_ids: Int32[Array, "*places"]
-) -> Int32[Array, "*places"]:
-    """Returns the checkpoint of each cached page, or `NO_STATE`."""
-    state = arrays.take(pool.of_page, page_ids, fill=NO_STATE)
-    valid = arrays.take(checkpointed(pool, cache), state, fill=False)
-    valid &= arrays.take(pool.page, state, fill=NO_PAGE) == page_ids
-    return jnp.where(valid, state, NO_STATE)
 
 
 @validation.checks_numbers()
@@ -132,13 +117,10 @@ def attach_states(
 ) -> StatePool:
     """Makes states the checkpoints of pages.
 
-    Skipped are pages that are not cached or have a checkpoint, and entries with
-    `NO_PAGE` or `NO_STATE`. Of several states for one page one is attached.
+    Rows are skipped as by `new_checkpoints`. Of several states for one page one is
+    attached.
     """
-    wanted = is_cached(cache, page_ids) & (states != NO_STATE)
-    wanted &= checkpoint_of(pool, cache, page_ids) == NO_STATE
-    pages = jnp.where(wanted, page_ids, NO_PAGE)
-    states = jnp.where(wanted, states, NO_STATE)
+    pages, states = new_checkpoints(pool, cache, page_ids, states)
     of_page = arrays.put(pool.of_page, pages, NO_STATE)
     return pool._replace(
         page=arrays.put(pool.page, states, pages),

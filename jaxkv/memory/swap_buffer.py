@@ -53,7 +53,7 @@ def make_staging(
         return jnp.zeros((leaf.shape[0], num_places, *leaf.shape[2:]), leaf.dtype)
 
     return Staging(
-        pages=jax.tree.map(like, pages._replace(states=None)),
+        pages=jax.tree.map(like, pages.by_page),
         owner=jnp.full((num_places,), NO_SEQUENCE, jnp.int32),
         page_ids=jnp.full((num_sequences, pages_per_slot), NO_PAGE, jnp.int32),
         length=jnp.zeros((num_sequences,), jnp.int32),

@@ -14,6 +14,7 @@ from jaxkv import memory, validation
 from jaxkv.memory import (
     Pages,
     Rows,
+    WindowLayers,
     can_rotate_and_write,
     make_pages,
     rotate_and_write,
@@ -58,6 +59,15 @@ class PageConfig(Protocol):
         ...
 
     @property
+    def release_window_pages(self) -> bool:
+        """True if layers with a window have pages of their own."""
+        ...
+
+    def num_window_pages(self, window: int) -> int:
+        """Returns the pages of layers with a window."""
+        ...
+
+    @property
     def kv_dtype(self) -> Literal["model", "int8", "fp8"]:
         """Dtype of K and V, as in `kv_layout.make_pages`."""
         ...
@@ -75,7 +85,8 @@ def make_model_pages(
 
     With `record_routes`, the experts of every token are stored as well.
 
-    Recurrent layers have `num_states` states, and no pages.
+    Recurrent layers have `num_states` states, and no pages. With the engine's
+    `release_window_pages`, layers with a window have `Pages.windowed`.
 
     With latent attention a token has one row of `kv_rank + rope_dim` numbers per layer,
     whose first `kv_rank` numbers are the values of all query heads.
@@ -83,8 +94,8 @@ def make_model_pages(
     Warns if the engine's `max_length` exceeds the model's rotary positions.
 
     Raises:
-      ValueError: `max_length` exceeds the model's learned positions, or a model without
-        experts is to record routes.
+      ValueError: `max_length` exceeds the model's learned positions, a model without
+        experts is to record routes, or one without windows to release pages.
     """
     config.check_length(engine.max_length, "max_length")
     experts = config.experts
@@ -98,6 +109,19 @@ def make_model_pages(
         width = latent.kv_rank + latent.rope_dim
     if not config.attention_layers:
         raise ValueError("a model must have a layer with attention to be served")
+    windowed = None
+    if engine.release_window_pages:
+        windows = [x for x in config.windows if x is not None]
+        if not windows or config.recurrence is not None:
+            missing = "recurrent layers" if windows else "windows"
+            with_or_without = "with" if windows else "without"
+            raise ValueError(
+                f"release_window_pages=True must be False for a model "
+                f"{with_or_without} {missing}"
+            )
+        window = max(windows)
+        num_pages = engine.num_window_pages(window)
+        windowed = WindowLayers(len(windows), num_pages, window)
     pages = make_pages(
         num_layers=len(config.attention_layers),
         num_pages=engine.num_pages,
@@ -110,6 +134,7 @@ def make_model_pages(
         num_features=len(taps) * config.hidden_size,
         num_mixtures=config.num_mixtures if record_routes else 0,
         top_k=0 if experts is None else experts.top_k,
+        windowed=windowed,
     )
     if config.recurrence is None:
         return pages
@@ -228,10 +253,20 @@ class PagedForward:
         attention = next(x for x in model.layers if x.recurrence is None)
         num_q_heads = attention.out.weight.shape[-1] // config.value_dim
 
+        if pages.windowed is not None and rows.window_ids is None:
+            raise ValueError("rows must have window_ids for pages with windowed pages")
+
+        def group_of(window: int | None, pages: Pages) -> tuple[Pages, Rows]:
+            """Returns the pages and the page table of layers with this window."""
+            if window is None or pages.windowed is None or rows.window_ids is None:
+                return pages, rows
+            return pages.windowed, rows._replace(page_ids=rows.window_ids)
+
         def plan_for(window: int | None) -> StepPlan | None:
-            return pages.layout.plan(
-                pages,
-                rows,
+            group_pages, group_rows = group_of(window, pages)
+            return group_pages.layout.plan(
+                group_pages,
+                group_rows,
                 num_q_heads=num_q_heads,
                 dtype=dtype,
                 window=window,
@@ -246,7 +281,9 @@ class PagedForward:
             for window in dict.fromkeys(kind.window for kind in kinds)
         }
         writers = {
-            kind: self._writer(pages, rows, plans.get(kind.window), dtype, kind)
+            kind: self._writer(
+                *group_of(kind.window, pages), plans.get(kind.window), dtype, kind
+            )
             for kind in kinds
         }
         turned = {
@@ -257,11 +294,18 @@ class PagedForward:
 
         def attend(layer, qkv, angles, pages):
             kind = layer.kind
-            if config.recurrence is not None:
+            if config.recurrence is not None or pages.windowed is not None:
                 # The number of the layer among those of its sort.
                 sort = config.attention_layers
                 if kind.is_recurrent:
                     sort = config.recurrent_layers
+                elif pages.windowed is not None:
+                    has_window = kind.window is not None
+                    sort = [
+                        number
+                        for number, window in enumerate(config.windows)
+                        if (window is not None) == has_window
+                    ]
                 every = np.arange(config.num_layers, dtype=np.int32)
                 numbers = np.searchsorted(sort, every).astype(np.int32)
                 layer = layer._replace(index=jnp.asarray(numbers)[layer.index])
@@ -273,12 +317,17 @@ class PagedForward:
             if parts.num > 1:  # every device encodes and writes all rows
                 qkv = rotary.map_row_arrays(parts.gather, qkv)
                 angles = turned[kind]
-            q, packed_q, pages = writers[kind](layer.index, qkv, angles, pages)
+            group_pages, group_rows = group_of(kind.window, pages)
+            is_windowed = group_pages is not pages
+            q, packed_q, group_pages = writers[kind](
+                layer.index, qkv, angles, group_pages
+            )
+            pages = pages._replace(windowed=group_pages) if is_windowed else group_pages
             out = run(
-                pages,
+                group_pages,
                 layer.index,
                 q,
-                rows,
+                group_rows,
                 scoring=layer.scoring,
                 window=kind.window,
                 numerics=self.numerics,

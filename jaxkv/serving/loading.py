@@ -148,6 +148,8 @@ def build_engine_parts(
                 "mesh must be None for a model with recurrent layers, whose states are "
                 "not divided over devices"
             )
+        if config.release_window_pages:
+            raise ValueError("release_window_pages=True must be False on a mesh")
         for window in {*loaded.config.windows}:
             check_pages(mesh, page_size=config.page_size, window=window)
         if loaded.config.sinks and num_page_parts_of(mesh) > 1:

@@ -54,6 +54,8 @@ def check_parts(parts: EngineParts, rules: EngineRules) -> EngineParts:
             "mesh must be None for a model with recurrent layers, whose states are not "
             "divided over devices"
         )
+    if parts.mesh is not None and parts.pages.windowed is not None:
+        raise ValueError("release_window_pages=True must be False on a mesh")
     config = parts.config
     speculation = rules.speculation
     if speculation is not None:
@@ -86,8 +88,14 @@ def check_prefixes_move(state: EngineState) -> None:
     """Checks that cached prefixes can move to another engine.
 
     Raises:
-      ValueError: the model has recurrent layers, whose states stay.
+      ValueError: the model has recurrent layers, whose states stay, or layers with a
+        window whose pages stay.
     """
+    if state.windows is not None:
+        raise ValueError(
+            "release_window_pages=True must be False where cached prefixes move to "
+            "another engine, as in disaggregation"
+        )
     if state.states is not None:
         raise ValueError(
             "cached prefixes of a model with recurrent layers cannot move to another "

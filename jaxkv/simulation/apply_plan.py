@@ -256,6 +256,8 @@ class GrantedPlan(NamedTuple):
     used_pages: Int32[Array, ""]
     enough: Bool[Array, ""]
     """True if the plan was granted."""
+    used_window_pages: Int32[Array, ""] | None = None
+    """As in `SimulatedStep`."""
 
 
 def grant(
@@ -280,7 +282,7 @@ def grant(
     used = held + jnp.sum(growth + copies, dtype=jnp.int32)
     enough = used <= capacity.num_pages
     _, num_rows, num_drafts = wish.within(capacity.token_budget)
-    return pages._replace(places=jnp.where(enough, places, pages.places)), GrantedPlan(
+    granted = GrantedPlan(
         num_rows=jnp.where(enough, num_rows, 0),
         num_drafts=None if num_drafts is None else jnp.where(enough, num_drafts, 0),
         num_places=num_places,
@@ -288,6 +290,15 @@ def grant(
         used_pages=jnp.where(enough, used, held),
         enough=enough,
     )
+    if (window := capacity.window) is not None:
+        rows = granted.num_rows
+        if granted.num_drafts is not None:
+            rows = rows + granted.num_drafts
+        written = missing_pages(pages.length, pages.length + rows, page_size=size)
+        num = counted_pages.num_window_pages(slots, pages.length, group, window, size)
+        num += jnp.sum(written, dtype=jnp.int32) + granted.num_copied
+        granted = granted._replace(used_window_pages=num)
+    return pages._replace(places=jnp.where(enough, places, pages.places)), granted
 
 
 def release_drafts(pages: CountedPages, granted: GrantedPlan) -> CountedPages:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jaxkv.ledger import Groups, Slots, is_running
-from jaxkv.memory import pages_for
+from jaxkv import arrays
+from jaxkv.ledger import Groups, Slots, is_occupied, is_running
+from jaxkv.memory import first_window_page, pages_for
 
 
 class CountedPages(NamedTuple):
@@ -82,6 +83,33 @@ def num_copies(
     writes = joint & (wants > 0)
     owners = group.total(joint.astype(jnp.int32))
     return (writes & (group.before(writes) < owners - 1)).astype(jnp.int32)
+
+
+def num_window_pages(
+    slots: Slots,
+    length: Int32[Array, " slots"],
+    group: Groups | None,
+    window: Int32[Array, ""],
+    page_size: Int32[Array, ""],
+) -> Int32[Array, ""]:
+    """Counts the pages of layers with a window that return behind it.
+
+    These are the pages of written tokens that the next token of each sequence reads.
+    The common pages of a group count once, from the first that any sequence reads.
+    """
+    first = first_window_page(length, window=window, page_size=page_size)
+    num = pages_for(length, page_size=page_size) - first
+    if slots.fork is None or group is None:
+        return jnp.sum(jnp.where(is_occupied(slots), num, 0), dtype=jnp.int32)
+    common = jnp.where(_shares(slots), slots.fork.num_common // page_size, 0)
+    common = jnp.where(is_occupied(slots), jnp.maximum(common - first, 0), 0)
+    joint = _is_joint(slots, length, page_size)
+    joint &= group.before(joint) > 0
+    own = jnp.where(is_occupied(slots), num - common - joint.astype(jnp.int32), 0)
+    shared = jnp.where(
+        group.is_first, arrays.reduce_groups(common, group.first, "max"), 0
+    )
+    return jnp.sum(own + shared, dtype=jnp.int32)
 
 
 def break_down(

@@ -26,6 +26,9 @@ class Capacity(NamedTuple):
     max_length: Int32[Array, ""]
     token_budget: Int32[Array, ""]
     max_swap_pages: Int32[Array, ""]
+    window: Int32[Array, ""] | None = None
+    """Largest window of the model's layers, for their pages in
+    `SimulatedStep.used_window_pages`; None does not count them."""
 
     @classmethod
     def of(
@@ -36,6 +39,7 @@ class Capacity(NamedTuple):
         max_length: Bound = 2048,
         token_budget: Bound = 2048,
         max_swap_pages: Bound = 0,
+        window: Bound | None = None,
     ) -> "Capacity":
         """Makes a `Capacity` of numbers, or of arrays that are mapped.
 
@@ -45,6 +49,8 @@ class Capacity(NamedTuple):
           max_length: largest length of prompt plus answer, at least 2 tokens.
           token_budget: largest number of tokens fed in a step, at least 1.
           max_swap_pages: pages that can be swapped out, at least 0.
+          window: largest window of layers whose pages return behind it, at least 1, as
+            with `EngineConfig.release_window_pages`; None if none do.
 
         Raises:
           ValueError: a number is out of range. JAX arrays are not checked.
@@ -56,6 +62,8 @@ class Capacity(NamedTuple):
             "token_budget": (token_budget, 1),
             "max_swap_pages": (max_swap_pages, 0),
         }
+        if window is not None:
+            bounds["window"] = window, 1
         for name, (value, low) in bounds.items():
             if isinstance(value, bool | float | str):
                 raise ValueError(f"{name}={value} must be a whole number")

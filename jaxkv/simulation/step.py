@@ -61,6 +61,9 @@ class SimulatedStep(NamedTuple):
     num_drawn: Int32[Array, " slots"] | None = None
     """Emitted tokens of each slot, accepted drafts included; None without speculation,
     where each sequence in `drew` emits one."""
+    used_window_pages: Int32[Array, ""] | None = None
+    """Pages of layers with a window in use while the step ran, those of swapped
+    sequences excluded; None unless they return behind it, see `Capacity.window`."""
 
 
 class SimulationMember(NamedTuple):
@@ -348,6 +351,7 @@ def _info(
         drew=jnp.where(emission.emits, slots.sequence, NO_SEQUENCE),
         enough=granted.enough,
         num_drawn=None if it.acceptance is None else emission.num_emitted,
+        used_window_pages=granted.used_window_pages,
     )
 
 

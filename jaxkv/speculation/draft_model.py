@@ -159,6 +159,7 @@ def make_slot_rows(
         slot=None,
         page_ids=state.table.page_ids,
         logit_rows=jnp.where(place >= 0, slot, -1),
+        window_ids=state.window_ids,
     )
 
 

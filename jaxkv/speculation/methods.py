@@ -256,6 +256,11 @@ def _add_few_row_weights(model: ModelWeights, bounds: EngineConfig) -> ModelWeig
     return model._replace(params=jax.jit(add_transposed_weights)(model.params))
 
 
+def _keeping_windows(bounds: EngineConfig) -> EngineConfig:
+    """Returns bounds for pages of a drafter, which have the first page table only."""
+    return dataclasses.replace(bounds, release_window_pages=False)
+
+
 def _build_with_heads(
     model: ModelWeights,
     heads: head_folders.LoadedHeads,
@@ -287,7 +292,9 @@ def _build_with_heads(
     else:
         forward = TargetWithEagle(target, config)
         drafter = eagle_drafting.build_eagle_drafter(config, shares, num)
-        draft_pages = make_model_pages(config.layer, bounds, dtype=dtype)
+        draft_pages = make_model_pages(
+            config.layer, _keeping_windows(bounds), dtype=dtype
+        )
         pages = pages._replace(draft_pages=draft_pages)
     params = draft_model.TargetAndDraftParams(model.params, heads.params)
     return EngineParts(params, forward, pages, bounds), drafter
@@ -313,7 +320,9 @@ def _build_with_modules(
     )
     # The states of all modules but the last are features of the drafter's pages.
     taps = (0,) * (num - 1)
-    draft_pages = make_model_pages(config.layer, bounds, dtype=dtype, taps=taps)
+    draft_pages = make_model_pages(
+        config.layer, _keeping_windows(bounds), dtype=dtype, taps=taps
+    )
     drafter = eagle_drafting.build_eagle_drafter(config, [[1.0]], bounds.max_drafts)
     target_params = {
         name: model.params[name] for name in model.params if name != "ahead"
@@ -340,7 +349,7 @@ def _build_with_draft_model(
     bounds = target.config
     draft = _add_few_row_weights(draft, bounds)
     draft_forward = PagedForward(draft.config, bounds.numerics)
-    draft_pages = make_model_pages(draft.config, bounds, dtype=dtype)
+    draft_pages = make_model_pages(draft.config, _keeping_windows(bounds), dtype=dtype)
     parts = dataclasses.replace(
         target,
         params=draft_model.TargetAndDraftParams(target.params, draft.params),

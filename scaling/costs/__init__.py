@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         find_compute_bound_size,
         kv_bytes_per_token,
         max_batch,
+        pool_kv_bytes,
         prefill_work,
         roofline,
         sequence_kv_bytes,

@@ -81,10 +81,38 @@ def sequence_kv_bytes(
 ) -> int | float:
     """Returns the KV cache bytes of a sequence; windowed layers keep their window only.
 
-    A page pool that does not release pages outside windows holds more.
+    Pages that are not released behind windows hold `tokens` times
+    `kv_bytes_per_token`.
     """
     layer_tokens = model.over_layers(lambda window: min(tokens, window or tokens))
     return layer_tokens * model.attention.cached_numbers * kv_bytes
+
+
+@validation.checks_numbers(
+    num_pages=(0, 2**63), num_window_pages=(0, 2**63), kv_bytes=NUMBER_BYTES_RANGE
+)
+def pool_kv_bytes(
+    model: ModelShape,
+    *,
+    num_pages: int,
+    page_size: int = 16,
+    num_window_pages: int = 0,
+    kv_bytes: int | float = 2,
+) -> int | float:
+    """Returns the bytes of the keys and values of an engine's pages.
+
+    Args:
+      model: shape of the model.
+      num_pages: pages of the pool.
+      page_size: tokens of a page.
+      num_window_pages: pages of the layers with a window, if they return behind it, see
+        `EngineConfig.num_window_pages`; 0 if they have the pages of the pool.
+      kv_bytes: bytes of one number.
+    """
+    pages = model.over_layers(
+        lambda window: num_window_pages if window and num_window_pages else num_pages
+    )
+    return pages * page_size * model.attention.cached_numbers * kv_bytes
 
 
 @validation.checks_numbers(kv_bytes=NUMBER_BYTES_RANGE)

@@ -224,7 +224,7 @@ def test_writes_name_the_scales_they_need() -> None:
 
 
 def make_small_pages(kind: Any, num_pages: int = 6) -> Pages:
-    sizes = dict(num_layers=2, num_pages=num_pages, num_kv_heads=2, page_size=4)
+    sizes: Any = dict(num_layers=2, num_pages=num_pages, num_kv_heads=2, page_size=4)
     return memory.make_pages(**sizes, head_dim=8, dtype="float32", kv_dtype=kind)
 
 

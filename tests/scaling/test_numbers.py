@@ -202,6 +202,13 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "memory_share": 0.9,
         },
         "costs.parse_layout": {"text": "tp=2", "zero": 0},
+        "costs.pool_kv_bytes": {
+            "model": MODEL,
+            "num_pages": 8,
+            "page_size": 4,
+            "num_window_pages": 2,
+            "kv_bytes": 2,
+        },
         "costs.prefill_traffic": {
             **LAYOUT,
             "rows": 8,

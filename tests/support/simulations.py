@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkv import clock, scheduling
 from jaxkv.engine import EngineConfig, EngineState, Speculation, init, run_steps, submit
-from jaxkv.memory import make_pages
+from jaxkv.memory import WindowLayers, make_pages
 from jaxkv.models import ForwardResult
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import NO_LIMIT, Policy, RequestAttributes
@@ -122,6 +122,7 @@ class Case(NamedTuple):
     num_pages: int = 22
     max_swap_pages: int = 0
     head: int | None = None
+    window: int | None = None
 
 
 CASES = {
@@ -201,16 +202,18 @@ def compare_with_engine(
         queue_head=case.head or 0,
         max_stop_tokens=1,
         max_drafts=0 if acceptance is None else acceptance.chances.shape[0],
+        release_window_pages=case.window is not None,
         debug=True,
     )
-    idle, requests = engine_requests(w, config, seed)
+    bounds = capacity(config, case.window)
+    idle, requests = engine_requests(w, config, seed, case.window)
     client = SessionClient(w, requests, config)
     if w.dependencies is None:
         idle, _ = _submit(idle, requests, config=config)
     real = idle
     simulated_state = state.init_simulation(
         w,
-        capacity(config),
+        bounds,
         case.policy,
         max_slots=config.max_slots,
         max_samples=case.max_samples,
@@ -224,7 +227,7 @@ def compare_with_engine(
         simulated_state, call_infos = run_simulation(
             simulated_state,
             w,
-            capacity=capacity(config),
+            capacity=bounds,
             policy=case.policy,
             cost=COST,
             num_steps=64,
@@ -280,7 +283,10 @@ def assert_equal_steps(run: EngineComparison) -> None:
     }
     if engine_infos.num_drafts is not None:
         did["drafts"] = work.num_drafts, engine_infos.num_drafts.sum(axis=1)
-    for name in ("num_admitted", "num_preempted", "used_pages", "enough"):
+    names = ["num_admitted", "num_preempted", "used_pages", "enough"]
+    if engine_infos.used_window_pages is not None:
+        names.append("used_window_pages")
+    for name in names:
         did[name] = getattr(infos, name), getattr(engine_infos, name)
     for name, (ours, real) in did.items():
         np.testing.assert_array_equal(ours, real, name)
@@ -347,10 +353,13 @@ class SessionClient:
 
 
 def engine_requests(
-    w: Workload, config: EngineConfig, seed: int
+    w: Workload, config: EngineConfig, seed: int, window: int | None = None
 ) -> tuple[EngineState, Any]:
     """Returns an idle engine, and the workload's requests for it."""
     rng = np.random.default_rng(seed)
+    windowed = None
+    if window is not None:
+        windowed = WindowLayers(1, config.num_window_pages(window), window)
     pages = make_pages(
         num_layers=1,
         num_pages=config.num_pages,
@@ -358,6 +367,7 @@ def engine_requests(
         page_size=config.page_size,
         head_dim=1,
         dtype="float32",
+        windowed=windowed,
     )
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in np.asarray(w.prompt)]
     asks = [
@@ -383,7 +393,12 @@ def engine_requests(
     return init(config, pages), requests._replace(arrival=arrival)
 
 
-def capacity(config: EngineConfig) -> state.Capacity:
-    return state.Capacity(
-        *(jnp.int32(getattr(config, name)) for name in state.Capacity._fields)
+def capacity(config: EngineConfig, window: int | None = None) -> state.Capacity:
+    return state.Capacity.of(
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        max_length=config.max_length,
+        token_budget=config.token_budget,
+        max_swap_pages=config.max_swap_pages,
+        window=window,
     )

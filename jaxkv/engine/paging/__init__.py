@@ -1,4 +1,4 @@
-"""Pages and states of sequences: the prefix cache, swapping, recurrent states."""
+"""Pages and states of sequences: prefix cache, swapping, recurrences, windows."""
 
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,16 @@ if TYPE_CHECKING:
         num_to_move,
         swap_in,
         swap_out,
+    )
+    from jaxkv.engine.paging.window_pages import (
+        continue_windows,
+        count_window_violations,
+        forget_swapped_windows,
+        forget_windows_of_prefixes,
+        map_windows,
+        move_windows,
+        num_used_window_pages,
+        trim_windows,
     )
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

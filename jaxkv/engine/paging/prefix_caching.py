@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxkv import arrays, memory
-from jaxkv.engine.paging import recurrent_states
+from jaxkv.engine.paging import recurrent_states, window_pages
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import (
     NO_PAGE,
@@ -81,6 +81,7 @@ def match_prefixes(
             cache, s.tokens[sequence], num_tokens, s.salt[sequence], wanted
         )
         ids = recurrent_states.cut_to_checkpoints(state, ids)
+        ids = window_pages.cut_to_windows(state, ids)
         marks = jnp.stack([ids != NO_PAGE, is_idle(cache.idle, ids)])
         return ids, jnp.sum(marks, axis=2, dtype=jnp.int32)
 
@@ -129,6 +130,7 @@ def start_on_cached_pages(
         return state
     ids = jnp.where((slot >= 0)[:, None], prefix_match.page_ids, NO_PAGE)
     state = recurrent_states.start_on_checkpoints(state, ids, slot)
+    state = window_pages.start_on_windows(state, ids, slot)
     table = state.table
     s = state.sequences
     sequence = arrays.take(state.slots.sequence, slot, fill=-1)
@@ -179,6 +181,7 @@ def release_slots(
         cache = mark_idle(cache, rows, left, rule)
     table = clear_slots(state.table, is_released)
     state = recurrent_states.release_states(state, is_released)
+    state = window_pages.release_windows(state, is_released)
     return state._replace(pool=pool, table=table, prefixes=cache)
 
 
@@ -260,4 +263,5 @@ def _insert(
     carry = (state.prefixes, state.pool, state.table.page_ids)
     cache, pool, page_ids = lax.fori_loop(0, jnp.max(num_filled), column, carry)
     table = state.table._replace(page_ids=page_ids)
-    return state._replace(prefixes=cache, pool=pool, table=table)
+    state = state._replace(prefixes=cache, pool=pool, table=table)
+    return window_pages.attach_windows(state, first, num_filled)

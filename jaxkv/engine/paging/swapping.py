@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jaxkv import arrays, memory
-from jaxkv.engine.paging import recurrent_states
+from jaxkv.engine.paging import recurrent_states, window_pages
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.ledger import NO_SEQUENCE, PROGRESS, Ledger
 from jaxkv.memory import copy_in, copy_out, is_out, is_written, num_free_places
@@ -95,6 +95,7 @@ def swap_out(
     if state.staging is None:
         return state, jnp.zeros_like(leaves), jnp.zeros(leaves.shape, jnp.int32)
     leaves &= recurrent_states.has_room_to_swap(state, leaves)
+    leaves = window_pages.keep_if_room(state, leaves)
     holder = memory.holders(state.table, group)
     after, left = copy_out(
         state.staging,
@@ -107,6 +108,7 @@ def swap_out(
     )
     moved = num_to_move(state, holder, page_size=config.page_size)
     state = recurrent_states.swap_states_out(state, left)
+    state = window_pages.swap_windows_out(state, left)
     return state._replace(staging=after), left, moved
 
 
@@ -127,6 +129,7 @@ def swap_in(state: EngineState, back: Int32[Array, " head"]) -> EngineState:
         state.staging, state.pages, state.pool, state.table, group, is_resumed, slots
     )
     state = recurrent_states.swap_states_in(state, slots)
+    state = window_pages.swap_windows_in(state, slots)
     return state._replace(pages=pages, pool=pool, table=table, staging=after)
 
 
@@ -142,6 +145,7 @@ def discard_ended(state: EngineState, ended: Bool[Array, " sequences"]) -> Engin
     staging = memory.forget(state.staging, group, is_dropped)
     members = arrays.take(is_dropped, group, fill=False)
     state = recurrent_states.forget_swapped_states(state, members)
+    state = window_pages.forget_swapped_windows(state, members)
     return state._replace(staging=staging, ledger=clear_swapped(state.ledger, members))
 
 

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxkv.memory.prefixes.checkpoints import (
+        checkpoint_of,
+        checkpointed,
+        new_checkpoints,
+    )
     from jaxkv.memory.prefixes.idle_pages import is_idle
     from jaxkv.memory.prefixes.prefix_cache import (
         PrefixCache,

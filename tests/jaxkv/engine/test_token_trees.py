@@ -157,7 +157,7 @@ def test_a_window_must_be_wider_than_a_tree() -> None:
 def test_moved_tokens_equal_a_loop(kv_dtype: Any) -> None:
     """K, V and scales of the model and of a draft model; shared places do not move."""
     rng = np.random.default_rng(3)
-    shape = {"num_pages": 7, "page_size": 4, "num_kv_heads": 2, "head_dim": 8}
+    shape: Any = {"num_pages": 7, "page_size": 4, "num_kv_heads": 2, "head_dim": 8}
     both = [
         make_pages(num_layers=n, dtype="float32", kv_dtype=kv_dtype, **shape)
         for n in (3, 1)

@@ -296,7 +296,7 @@ def test_a_run_without_admissions_ends_with_a_warning() -> None:
 
 def test_bounds_are_checked_and_have_defaults() -> None:
     capacity = Capacity.of(num_pages=22)
-    assert [int(x) for x in capacity] == [22, 16, 2048, 2048, 0]
+    assert [int(x) for x in capacity[:5]] == [22, 16, 2048, 2048, 0]
     for name, minimum in (("num_pages", 1), ("max_length", 2), ("max_swap_pages", 0)):
         line = rf"{name}={minimum - 1} must be in \[{minimum}, 1073741824\)"
         with pytest.raises(ValueError, match=line):

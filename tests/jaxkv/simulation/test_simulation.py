@@ -22,6 +22,7 @@ from tests.support.simulations import (
     BY_ATTRIBUTES,
     CASES,
     COST,
+    Case,
     Cost,
     assert_equal_steps,
     compare_with_engine,
@@ -99,6 +100,29 @@ def test_it_schedules_as_the_engine(name: str, seed: int) -> None:
     np.testing.assert_array_equal(times[at], their_times[: len(at)])
     assert (times.sum() > 0) == (name not in ("static", "groups, static"))
     assert (run.infos.work.num_swapped.sum() > 0) == (case.max_swap_pages > 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("window", "max_samples", "num_pages"),
+    [(6, 1, 22), (9, 3, 42), pytest.param(1, 3, 42, marks=pytest.mark.slow)],
+)
+def test_windows_return_pages_as_in_the_engine(
+    window: int, max_samples: int, num_pages: int
+) -> None:
+    case = Case(
+        scheduling.fcfs(chunk_size=7),
+        max_samples=max_samples,
+        num_pages=num_pages,
+        window=window,
+    )
+    run = compare_with_engine(workload(3, 30, max_samples=max_samples), case, 3)
+    assert_equal_steps(run)
+    infos = run.infos
+    assert infos.used_window_pages.sum() < 0.8 * infos.used_pages.sum()
+    assert infos.num_preempted.sum() > 0
+    assert run.engine.windows is not None
+    assert not run.engine.windows.pool.ref.any()
 
 
 def simulate(

@@ -14,6 +14,7 @@ from scaling.costs import (
     count_parameters,
     kv_bytes_per_token,
     list_weights,
+    pool_kv_bytes,
     sequence_kv_bytes,
 )
 from scaling.shapes import (
@@ -246,6 +247,14 @@ def test_a_window_bounds_the_cache_of_a_sequence() -> None:
     per_layer = 2 * model.attention.cached_numbers
     num_bytes = sequence_kv_bytes(model, 5000)
     assert num_bytes == 13 * (4096 + 5000) * per_layer
+
+
+def test_pages_of_a_pool_are_those_of_each_kind_of_layer() -> None:
+    model = describe("gemma-3-12b")
+    per_page = 16 * 2 * model.attention.cached_numbers
+    assert pool_kv_bytes(model, num_pages=100) == 48 * 100 * per_page
+    released = pool_kv_bytes(model, num_pages=100, num_window_pages=7)
+    assert released == (8 * 100 + 40 * 7) * per_page
 
 
 LLAMA: dict[str, Any] = {
