@@ -72,10 +72,21 @@ class AttentionKind:
     """As in `ModelConfig`; None means that of the model."""
     is_recurrent: bool = False
     """True if `ModelConfig.recurrence` takes the place of attention."""
+    feed_forward: Literal["mlp", "experts"] | None = None
+    """The only branch of layers without attention; needs `residual="single"`."""
 
     def __post_init__(self):
         """Validates the fields."""
         validation.check_fields(self)
+        if self.is_recurrent and self.feed_forward is not None:
+            raise ValueError(
+                f"feed_forward={self.feed_forward!r} must be None in recurrent layers"
+            )
+
+    @property
+    def has_attention(self) -> bool:
+        """True if the layers have K and V."""
+        return not self.is_recurrent and self.feed_forward is None
 
 
 @validation.suggests_keywords
@@ -169,6 +180,9 @@ class Experts:
     """Total FFN width of the shared experts, which every token uses in addition."""
     shared_gate: bool = False
     """True if a sigmoid gate scales each token's shared part (Qwen2)."""
+    latent_size: int | None = None
+    """Width of a projection that is the input of the routed experts, and of the sum of
+    their outputs; None means the hidden size (Nemotron 3)."""
     renormalise: bool = True
     """True if the probabilities of the chosen experts are scaled to sum to one."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -285,8 +299,9 @@ class ModelConfig:
     norm_places: Literal["before", "after", "both"] = "before"
     """Norms before attention and MLP, after them and before they are added (OLMo 2), or
     both (Gemma 2)."""
-    residual: Literal["serial", "parallel"] = "serial"
-    """"parallel": attention and MLP have the same input (GPT-NeoX)."""
+    residual: Literal["serial", "parallel", "single"] = "serial"
+    """"parallel": attention and MLP have the same input (GPT-NeoX); "single": a layer
+        has one branch, attention, a recurrence, an MLP or experts (Nemotron-H)."""
     residual_scale: float = 1.0
     """Factor on the outputs of attention and MLP before they are added (Granite)."""
     embed_scale: float = 1.0
@@ -393,12 +408,24 @@ class ModelConfig:
                     raise ValueError(
                         f"{name}={value!r} must be {needed!r} with latent attention"
                     )
-            if self.positions == "learned" or not all(
-                kind.is_recurrent for kind in self.other_attention
+            if self.positions == "learned" or any(
+                kind.has_attention for kind in self.other_attention
             ):
                 raise ValueError(
                     "layers with latent attention must be alike, with rotary positions "
                     "or none"
+                )
+        if self.residual == "single":
+            names = [kind.feed_forward for kind in self.other_attention]
+            if ("experts" in names) != (self.experts is not None):
+                raise ValueError(
+                    f"experts={self.experts} must be set exactly if a kind of layers "
+                    "has feed_forward='experts'"
+                )
+            if self.experts is not None and self.experts.num_dense_layers:
+                raise ValueError(
+                    f"experts.num_dense_layers={self.experts.num_dense_layers} must be "
+                    "0 with residual='single'"
                 )
         if self.experts is None:
             return
@@ -418,6 +445,17 @@ class ModelConfig:
                 f"attention_pattern={self.attention_pattern} must have kinds in [0, "
                 f"{kinds.stop})"
             )
+        is_single = self.residual == "single"
+        if not is_single and any(kind.feed_forward for kind in self.other_attention):
+            raise ValueError(
+                f"residual={self.residual!r} must be 'single' with a kind of layers "
+                "that has feed_forward"
+            )
+        if is_single and self.num_ahead_layers:
+            raise ValueError(
+                f"num_ahead_layers={self.num_ahead_layers} must be 0 with "
+                "residual='single'"
+            )
         recurrent = any(kind.is_recurrent for kind in self.other_attention)
         if recurrent != (self.recurrence is not None):
             raise ValueError(
@@ -430,7 +468,7 @@ class ModelConfig:
                 "layers"
             )
         learned = [
-            x.positions == "learned" for x in self.attention_kinds if not x.is_recurrent
+            x.positions == "learned" for x in self.attention_kinds if x.has_attention
         ]
         if any(learned) and not all(learned):
             raise ValueError("positions='learned' must be that of all kinds or of none")
@@ -518,7 +556,7 @@ class ModelConfig:
         return tuple(
             kind
             for kind in self.attention_kinds
-            if kind.positions == "rope" and not kind.is_recurrent
+            if kind.positions == "rope" and kind.has_attention
         )
 
     @property
@@ -531,12 +569,13 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with attention, in order."""
-        recurrent = self.recurrent_layers
-        return tuple(x for x in range(self.num_layers) if x not in recurrent)
+        kinds = self.attention_kinds
+        layers = range(self.num_layers)
+        return tuple(x for x in layers if kinds[self.kind_of(x)].has_attention)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, None for all tokens and for recurrence."""
+        """The sliding window of each layer, None without one or without attention."""
         layers = range(self.num_layers)
         return tuple(self.attention_kinds[self.kind_of(x)].window for x in layers)
 
@@ -562,10 +601,17 @@ class ModelConfig:
 
     @property
     def num_mixtures(self) -> int:
-        """Number of layers with experts, which are the last ones."""
-        experts = self.experts
-        return 0 if experts is None else self.num_layers - experts.num_dense_layers
+        """Number of layers with experts."""
+        return sum(map(self.is_mixture, range(self.num_layers)))
+
+    def has_feed_forward(self, layer: int) -> bool:
+        """Returns True if a layer has an MLP or experts."""
+        kind = self.attention_kinds[self.kind_of(layer)]
+        return self.residual != "single" or kind.feed_forward is not None
 
     def is_mixture(self, layer: int) -> bool:
         """Returns True if a layer has experts in place of an MLP."""
+        if self.residual == "single":
+            kind = self.attention_kinds[self.kind_of(layer)]
+            return kind.feed_forward == "experts"
         return self.experts is not None and layer >= self.experts.num_dense_layers

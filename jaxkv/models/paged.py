@@ -225,7 +225,9 @@ class PagedForward:
         dtype = model.embed.weight[...].dtype
         config = self.config
         # Of this device.
-        attention = next(x for x in model.layers if x.recurrence is None)
+        attention = next(
+            x for x in model.layers if x.has_mixer and x.recurrence is None
+        )
         num_q_heads = attention.out.weight.shape[-1] // config.value_dim
 
         def plan_for(window: int | None) -> StepPlan | None:
@@ -240,7 +242,7 @@ class PagedForward:
 
         run = self.attend or pages.layout.attend
         positions = jnp.maximum(rows.position, 0)
-        kinds = [kind for kind in config.attention_kinds if not kind.is_recurrent]
+        kinds = [kind for kind in config.attention_kinds if kind.has_attention]
         plans = {
             window: plan_for(window)
             for window in dict.fromkeys(kind.window for kind in kinds)
@@ -257,7 +259,7 @@ class PagedForward:
 
         def attend(layer, qkv, angles, pages):
             kind = layer.kind
-            if config.recurrence is not None:
+            if len(config.attention_layers) < config.num_layers:
                 # The number of the layer among those of its sort.
                 sort = config.attention_layers
                 if kind.is_recurrent:

@@ -135,9 +135,14 @@ class EagleConfig:
     def layer(self) -> ModelConfig:
         """Shape of a model with the drafter's single layer."""
         target = self.target
-        if target.recurrence is not None:
+        if not all(kind.has_attention for kind in target.attention_kinds):
             target = dataclasses.replace(
-                target, recurrence=None, other_attention=(), attention_pattern=(0,)
+                target,
+                recurrence=None,
+                other_attention=(),
+                attention_pattern=(0,),
+                residual="serial",
+                experts=None,
             )
         return dataclasses.replace(
             target, num_layers=1, num_ahead_layers=0, experts=None

@@ -27,5 +27,14 @@ def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
             layer in config.recurrent_layers for layer in range(config.num_layers)
         ),
     }
+    if config.residual == "single":
+        names = {None: "attention", "mlp": "dense", "experts": "mixture"}
+        kinds = [
+            config.attention_kinds[config.kind_of(x)] for x in range(config.num_layers)
+        ]
+        parts["branches"] = tuple(
+            "recurrent" if kind.is_recurrent else names[kind.feed_forward]
+            for kind in kinds
+        )
     latent = {} if config.latent is None else vars(config.latent)
     return describe_fields({**vars(config), **latent, **parts})

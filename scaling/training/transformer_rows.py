@@ -299,11 +299,10 @@ class RowOrientation(Orientation):
             balance.append(balance_loss(routing, loads))
             if every.gate_bias:
                 carried.append(load_as_gradient(routing, loads))
-        num_mixtures = self.config.num_layers - every.num_dense_layers
         terms = [
             functools.reduce(jnp.add, parts) for parts in (balance, carried) if parts
         ]
         if self.layout.sequence:  # equal on every device
             terms = [lax.pmean(term, TENSOR) for term in terms]
-        terms[0] = terms[0] * (every.balance_weight / num_mixtures)
+        terms[0] = terms[0] * (every.balance_weight / self.config.num_mixtures)
         return functools.reduce(jnp.add, terms).astype(dtype)

@@ -381,6 +381,27 @@ def hybrids() -> dict[str, transformers.PretrainedConfig]:
             mamba_d_head=8,
             mamba_proj_bias=True,
         ),
+        # One branch a layer.
+        "nemotron_h": t.NemotronHConfig(
+            **BASE | dict(num_hidden_layers=None, head_dim=10),
+            layers_block_type=[
+                *("linear_attention", "moe", "full_attention"),
+                *("mlp", "moe", "linear_attention"),
+            ],
+            mamba_num_heads=4,
+            mamba_head_dim=6,
+            n_groups=2,
+            ssm_state_size=5,
+            use_bias=True,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=12,
+            moe_shared_expert_intermediate_size=20,
+            moe_latent_size=20,
+            routed_scaling_factor=1.5,
+        ),
     }
 
 

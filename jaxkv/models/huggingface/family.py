@@ -146,6 +146,8 @@ class Family(NamedTuple):
     """First parts of the names of tensors that are not read."""
     has_optional_experts: bool = False
     """True if 0 experts mean an MLP."""
+    layer_types_key: str = "layer_types"
+    """Key of a saved file with the types of its layers."""
     ignored_rope: tuple[str, ...] = ()
     """Rotary keys without effect."""
 
@@ -153,6 +155,11 @@ class Family(NamedTuple):
     def has_recurrence(self) -> bool:
         """True if some layers may be recurrent."""
         return "recurrence.kind" in self.implied
+
+    @property
+    def has_single_branches(self) -> bool:
+        """True if a layer has one branch, see `ModelConfig.residual`."""
+        return self.implied.get("residual") == "single"
 
 
 def key(

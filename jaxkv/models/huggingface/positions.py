@@ -21,9 +21,12 @@ from jaxkv.models.huggingface.values import (
     shorten,
 )
 from jaxkv.models.huggingface.windows import (
+    FEED_FORWARD,
     FULL,
     RECURRENT,
     SLIDING,
+    FeedForward,
+    read_feed_forward_layers,
     read_recurrent_layers,
     read_rotary_layers,
     read_windows,
@@ -75,14 +78,18 @@ def read_positions(
     windows = read_windows(family, raw, fields["num_layers"])
     has_rope = read_rotary_layers(family, settings, fields["num_layers"])
     recurrent = read_recurrent_layers(family, raw, fields["num_layers"])
-    layers = [*zip(recurrent, windows, has_rope, strict=True)]
+    branches = read_feed_forward_layers(family, raw, fields["num_layers"])
+    layers = [*zip(branches, recurrent, windows, has_rope, strict=True)]
     by_type = _split_rope(family, settings)
-    kinds: dict[tuple[bool, int | None, bool], AttentionKind] = {}
+    kinds: dict[tuple[FeedForward | None, bool, int | None, bool], AttentionKind] = {}
     shares = set()
     growth = set()
     for layer in layers:
-        is_recurrent, window, rotary = layer
+        branch, is_recurrent, window, rotary = layer
         if layer in kinds:
+            continue
+        if branch is not None:
+            kinds[layer] = AttentionKind(positions="none", feed_forward=branch)
             continue
         if is_recurrent:
             places = family.recurrent_norm_places
@@ -103,7 +110,9 @@ def read_positions(
     if len(shares) > 1 or len(growth) > 1:
         raise ValueError("rope_parameters must not differ in the rotary part of a head")
     # Kind 0 has attention, and all tokens and positions, if a layer has.
-    order = sorted(kinds, key=lambda key: (key[0], key[1] is not None, not key[2]))
+    order = sorted(
+        kinds, key=lambda key: (key[0] or "", key[1], key[2] is not None, not key[3])
+    )
     numbers = tuple(order.index(layer) for layer in layers)
     first, *others = (kinds[key] for key in order)
     [share] = shares
@@ -241,8 +250,11 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, object]:
         rotary = [kinds[config.kind_of(x)].positions == "rope" for x in layers]
         raw["no_rope_layers"] = [int(x) for x in rotary]
     if family.has_recurrence:
-        recurrent = config.recurrent_layers
-        raw["layer_types"] = [RECURRENT if x in recurrent else FULL for x in layers]
+        names = {branch: name for name, branch in FEED_FORWARD.items()}
+        raw[family.layer_types_key] = [
+            RECURRENT if kind.is_recurrent else names.get(kind.feed_forward, FULL)
+            for kind in (kinds[config.kind_of(x)] for x in layers)
+        ]
         return raw
     windows = config.windows
     sizes = {window for window in windows if window is not None}

@@ -41,10 +41,14 @@ class Mixture(nnx.Module):
         )
         if x.router_bias:
             self.logit_bias = Vector(x.num_experts, axis="experts", dtype=dtype)
+        width = x.latent_size or c.hidden_size
+        if x.latent_size is not None:
+            self.latent_down = make(width, c.hidden_size, axes=(None, "hidden"))
+            self.latent_up = make(c.hidden_size, width, axes=("hidden", None))
         # Gate and up are one matrix, so that one product computes both.
         self.up = make_linear(
             x.num_experts,
-            c.hidden_size,
+            width,
             (1 + c.gated) * x.size,
             axes=("experts", "hidden", "mlp"),
             bias=x.expert_bias,
@@ -52,7 +56,7 @@ class Mixture(nnx.Module):
         self.down = make_linear(
             x.num_experts,
             x.size,
-            c.hidden_size,
+            width,
             axes=("experts", "mlp", "hidden"),
             std=out_std(c),
             bias=x.expert_bias,
@@ -91,7 +95,12 @@ class Mixture(nnx.Module):
         if experts.shared_gate:
             gate = jax.nn.sigmoid(self.shared_gate(x, orientation))
         x = orientation.share(x)
-        y = orientation.mix(self, x, routing)
+        if experts.latent_size is None:
+            y = orientation.mix(self, x, routing)
+        else:
+            latent = orientation.product(self.latent_down, x)
+            latent = orientation.mix(self, latent, routing)
+            y = orientation.product(self.latent_up, latent)
         if experts.shared_size:
             hidden = self.shared_up(x, orientation)
             hidden = nonlinear.activate(self.config, hidden, axis)

@@ -1,4 +1,4 @@
-"""A layer: attention or a recurrence, with an MLP or a mixture of experts.
+"""A layer: attention or a recurrence, then an MLP or a mixture of experts, or one.
 
 A layer is one implementation for serving and training.
 """
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
@@ -40,7 +41,10 @@ class LayerAttention(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """Attention, then an MLP or a mixture, added to the residual stream."""
+    """Attention, then an MLP or a mixture, added to the residual stream.
+
+    A layer with one branch lacks the other one, see `ModelConfig.residual`.
+    """
 
     def __init__(
         self, config: ModelConfig, index: int, *, rngs, dtype, with_transposed=False
@@ -54,13 +58,17 @@ class Layer(nnx.Module):
         places = kind.norm_places or c.norm_places
         is_before = places != "after"
         is_after = places != "before"
-        self.attention_norm = norm() if is_before else None
-        self.mlp_norm = norm() if is_before else None
-        self.attention_out_norm = norm() if is_after else None
-        self.mlp_out_norm = norm() if is_after else None
+        self.has_mixer = kind.feed_forward is None
+        self.has_feed_forward = c.has_feed_forward(index)
+        self.attention_norm = norm() if is_before and self.has_mixer else None
+        self.mlp_norm = norm() if is_before and self.has_feed_forward else None
+        self.attention_out_norm = norm() if is_after and self.has_mixer else None
+        self.mlp_out_norm = norm() if is_after and self.has_feed_forward else None
         recurrence = c.recurrence if kind.is_recurrent else None
         self.recurrence = recurrence
-        if recurrence is not None:
+        if not self.has_mixer:
+            pass
+        elif recurrence is not None:
             self.mixer = RecurrentMixer(c, recurrence, rngs=rngs, dtype=dtype)
         elif c.latent is None:
             # Fused by KV head: queries of the group, key, value.
@@ -74,25 +82,26 @@ class Layer(nnx.Module):
             )
         else:
             self._make_latent(c, c.latent, make, dtype)
-        self.out = make(
-            c.hidden_size,
-            c.num_q_heads * c.value_dim
-            if recurrence is None
-            else recurrence.num_outputs,
-            axes=("hidden", "heads"),
-            std=out_std(c),
-            bias=c.out_bias if recurrence is None else recurrence.projection_bias,
-        )
+        if self.has_mixer:
+            self.out = make(
+                c.hidden_size,
+                c.num_q_heads * c.value_dim
+                if recurrence is None
+                else recurrence.num_outputs,
+                axes=("hidden", "heads"),
+                std=out_std(c),
+                bias=c.out_bias if recurrence is None else recurrence.projection_bias,
+            )
         self.is_mixture = c.is_mixture(index)
         if self.is_mixture:
             self.mixture = Mixture(c, rngs=rngs, dtype=dtype)
-        else:
+        elif self.has_feed_forward:
             self.up, self.down = make_mlp(c, c.mlp_size, make)
-        has_heads = recurrence is None and c.latent is None
+        has_heads = kind.has_attention and c.latent is None
         if has_heads and c.qk_norm and c.qk_norm_over == "head":
-            kind = "rms" if c.norm == "layer" else c.norm
+            form = "rms" if c.norm == "layer" else c.norm
             self.q_norm, self.k_norm = (
-                Norm(c.head_dim, c, kind=kind, dtype=dtype) for _ in range(2)
+                Norm(c.head_dim, c, kind=form, dtype=dtype) for _ in range(2)
             )
         elif has_heads and c.qk_norm:
             self.q_norm, self.k_norm = (
@@ -105,7 +114,7 @@ class Layer(nnx.Module):
                 axes=("heads", "hidden"),
                 bias=c.qkv_bias,
             )
-        if c.sinks and recurrence is None:
+        if c.sinks and kind.has_attention:
             self.sinks = Vector(c.num_q_heads, axis="heads", dtype=dtype)
         self.config = config
 
@@ -182,6 +191,32 @@ class Layer(nnx.Module):
         """
         o = orientation
         c = self.config
+        y = None
+        if self.has_mixer:
+            y, carry = self._mix(index, kind, x, angles, attend, carry, o)
+        if not self.has_feed_forward:
+            return o.map_tiles(self._add_mixed, x, y), carry, None
+        if not self.is_mixture:
+            rows = (x,) if y is None else (x, y)
+            return o.map_tiles(self._add_mlp, *rows), carry, None
+        if y is not None:
+            x = self._add_mixed(x, y, o)
+        replayed = o.routes
+        if replayed is not None:
+            mixtures = [x for x in range(c.num_layers) if c.is_mixture(x)]
+            number = index - mixtures[0]
+            if mixtures != [*range(mixtures[0], c.num_layers)]:
+                every = np.arange(c.num_layers, dtype=np.int32)
+                numbers = np.searchsorted(mixtures, every).astype(np.int32)
+                number = jnp.asarray(numbers)[index]
+            replayed = replayed[:, number]
+        y, routing = self.mixture(self._mlp_inputs(x, o), o, replayed)
+        return x + self._scale_branch(self.mlp_out_norm, y, o), carry, routing
+
+    def _mix(self, index, kind, x, angles, attend, carry, orientation):
+        """Returns the output of attention or the recurrence, gated, and the carry."""
+        o = orientation
+        c = self.config
         if self.recurrence is None and c.latent is not None:
             projected, gate = self._project(x, o)
         else:
@@ -199,15 +234,7 @@ class Layer(nnx.Module):
         y = o.join_heads(y).astype(x.dtype)
         if gate is not None:
             y = o.map_tiles(self._gate_output, y, gate)
-        if not self.is_mixture:
-            return o.map_tiles(self._add_mlp, x, y), carry, None
-        x = x + self._scale_branch(self.attention_out_norm, self.out(y, o), o)
-        replayed = o.routes
-        if replayed is not None:
-            first = c.num_layers - c.num_mixtures
-            replayed = replayed[:, index - first]
-        y, routing = self.mixture(self._mlp_inputs(x, o), o, replayed)
-        return x + self._scale_branch(self.mlp_out_norm, y, o), carry, routing
+        return y, carry
 
     def _gate_output(
         self, y: Activations, gate: Activations, orientation: Orientation
@@ -217,13 +244,25 @@ class Layer(nnx.Module):
             return self.mixer.normalize(y, gate, orientation)
         return y * jax.nn.sigmoid(gate)
 
-    def _add_mlp(
+    def _add_mixed(
         self, x: Activations, y: Activations, orientation: Orientation
     ) -> Activations:
-        """Adds the projected output of attention, and that of the MLP."""
+        """Adds the projected output of attention."""
+        y = self.out(y, orientation)
+        return x + self._scale_branch(self.attention_out_norm, y, orientation)
+
+    def _add_mlp(
+        self,
+        x: Activations,
+        y: Activations | None = None,
+        *,
+        orientation: Orientation,
+    ) -> Activations:
+        """Adds the projected output of attention, if any, and that of the MLP."""
         o = orientation
         before = x
-        x = x + self._scale_branch(self.attention_out_norm, self.out(y, o), o)
+        if y is not None:
+            x = self._add_mixed(x, y, o)
         activate = functools.partial(nonlinear.activate, self.config)
         inputs = before if self.config.residual == "parallel" else x
         hidden = o.expand(self.up, self._mlp_inputs(inputs, o), activate)

@@ -29,7 +29,10 @@ pytestmark = pytest.mark.usefixtures("full_optimization")
 
 PEER = os.environ.get("JAXKV_PEER_PYTHON")
 SCRIPT = GOLDEN / "make_gradients.py"
-HYBRIDS = "qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "granitemoehybrid"
+HYBRIDS = (
+    *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"),
+    *("granitemoehybrid", "nemotron_h"),
+)
 OTHERS = (
     *("gpt_neox", "olmo2", "olmo3", "gemma", "gemma2", "gemma3", "smollm3", "granite"),
     *("glm4", "nanochat", "phi3", "ministral3", "glm4_moe", "minimax_m2", "gpt_oss"),
