@@ -1,6 +1,7 @@
 """A transformer for the engine: its pages, and its forward pass over packed rows."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
 
@@ -96,21 +97,41 @@ def make_model_pages(
     if latent is not None:
         heads = 1
         width = latent.kv_rank + latent.rope_dim
+    if len(config.kv_groups) > 2:
+        raise ValueError(
+            f"{len(config.kv_groups)} sizes of KV heads in a model must be at most 2"
+        )
     if not config.attention_layers:
         raise ValueError("a model must have a layer with attention to be served")
-    pages = make_pages(
-        num_layers=len(config.attention_layers),
+    first, *second = config.kv_groups
+    if latent is None:
+        sizes = config.of_kind(config.attention_kinds[config.kind_of(first[0])])
+        heads = sizes.num_kv_heads
+        width = sizes.head_dim
+    make = functools.partial(
+        make_pages,
         num_pages=engine.num_pages,
-        num_kv_heads=heads,
         page_size=engine.page_size,
-        head_dim=width,
         dtype=dtype,
         kv_dtype=engine.kv_dtype,
+    )
+    pages = make(
+        num_layers=len(first),
+        num_kv_heads=heads,
+        head_dim=width,
         value_width=None if latent is None else latent.kv_rank,
         num_features=len(taps) * config.hidden_size,
         num_mixtures=config.num_mixtures if record_routes else 0,
         top_k=0 if experts is None else experts.top_k,
     )
+    for layers in second:
+        sizes = config.of_kind(config.attention_kinds[config.kind_of(layers[0])])
+        other = make(
+            num_layers=len(layers),
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+        )
+        pages = pages._replace(other_heads=other)
     if config.recurrence is None:
         return pages
     shape = len(config.recurrent_layers), engine.num_states
@@ -228,11 +249,28 @@ class PagedForward:
         attention = next(
             x for x in model.layers if x.has_mixer and x.recurrence is None
         )
-        num_q_heads = attention.out.weight.shape[-1] // config.value_dim
+        num_q_heads = attention.out.weight.shape[-1] // attention.config.value_dim
+        groups = config.kv_groups
+        group_of = {
+            config.attention_kinds[config.kind_of(layer)]: number
+            for number, layers in enumerate(groups)
+            for layer in layers
+        }
+        for kind in config.attention_kinds:
+            if kind.shares_kv:
+                source = config.attention_kinds[config.kv_source(kind)]
+                group_of[kind] = group_of[source]
 
-        def plan_for(window: int | None) -> StepPlan | None:
-            return pages.layout.plan(
-                pages,
+        def of_group(pages: Pages, number: int) -> Pages:
+            if not number:
+                return pages
+            assert pages.other_heads is not None  # of a model with two groups
+            return pages.other_heads
+
+        def plan_for(number: int, window: int | None) -> StepPlan | None:
+            own = of_group(pages, number)
+            return own.layout.plan(
+                own,
                 rows,
                 num_q_heads=num_q_heads,
                 dtype=dtype,
@@ -242,13 +280,19 @@ class PagedForward:
 
         run = self.attend or pages.layout.attend
         positions = jnp.maximum(rows.position, 0)
-        kinds = [kind for kind in config.attention_kinds if kind.has_attention]
+        kinds = [*dict.fromkeys(x for x in config.attention_kinds if x in group_of)]
         plans = {
-            window: plan_for(window)
-            for window in dict.fromkeys(kind.window for kind in kinds)
+            place: plan_for(*place)
+            for place in dict.fromkeys((group_of[x], x.window) for x in kinds)
         }
         writers = {
-            kind: self._writer(pages, rows, plans.get(kind.window), dtype, kind)
+            kind: self._writer(
+                of_group(pages, group_of[kind]),
+                rows,
+                plans[group_of[kind], kind.window],
+                dtype,
+                kind,
+            )
             for kind in kinds
         }
         turned = {
@@ -259,12 +303,11 @@ class PagedForward:
 
         def attend(layer, qkv, angles, pages):
             kind = layer.kind
-            if len(config.attention_layers) < config.num_layers:
-                # The number of the layer among those of its sort.
-                sort = config.attention_layers
-                if kind.is_recurrent:
-                    sort = config.recurrent_layers
-                every = np.arange(config.num_layers, dtype=np.int32)
+            number = group_of.get(kind, 0)
+            sort = config.recurrent_layers if kind.is_recurrent else groups[number]
+            if len(sort) < config.num_layers:
+                # The number of the layer, or of that with its K and V, in its sort.
+                every = [config.kv_layer(x) for x in range(config.num_layers)]
                 numbers = np.searchsorted(sort, every).astype(np.int32)
                 layer = layer._replace(index=jnp.asarray(numbers)[layer.index])
             if isinstance(qkv, RecurrentProjection):
@@ -275,9 +318,11 @@ class PagedForward:
             if parts.num > 1:  # every device encodes and writes all rows
                 qkv = rotary.map_row_arrays(parts.gather, qkv)
                 angles = turned[kind]
-            q, packed_q, pages = writers[kind](layer.index, qkv, angles, pages)
+            own = of_group(pages, number)
+            q, packed_q, own = writers[kind](layer.index, qkv, angles, own)
+            pages = pages._replace(other_heads=own) if number else own
             out = run(
-                pages,
+                own,
                 layer.index,
                 q,
                 rows,
@@ -285,12 +330,16 @@ class PagedForward:
                 window=kind.window,
                 numerics=self.numerics,
                 packed_q=packed_q,
-                plan=plans[kind.window],
+                plan=plans[number, kind.window],
                 own_rows=parts.num > 1,
             )
+            if isinstance(qkv, rotary.QueryProjection):
+                q_shape = qkv.q.shape[:2]
+            elif not isinstance(qkv, rotary.LatentProjection):
+                q_shape = qkv[:, :-2].shape[:2]
             if isinstance(qkv, rotary.LatentProjection):
                 return rotary.expand_mean_latents(qkv, out), pages
-            by_head = *qkv[:, :-2].shape[:2], -1, out.shape[0]
+            by_head = *q_shape, -1, out.shape[0]
             return out.transpose(1, 2, 0).reshape(by_head), pages
 
         return model.hidden(
@@ -320,8 +369,15 @@ class PagedForward:
         latent attention are absorbed in any pass, so that a row has the same bits in a
         pass of decoding and in one with chunks of prompts.
         """
-        c = self.config
+        c = self.config.of_kind(kind)
         num_kv_heads = pages.num_kv_heads
+        if kind.shares_kv:
+
+            def rotate_only(layer, projection, angles, pages):
+                q = rotary.rotate_queries(projection, angles)
+                return q.reshape(-1, *q.shape[-2:]).transpose(2, 0, 1), None, pages
+
+            return rotate_only
         if c.latent is not None:
 
             def absorb_then_write(layer, projection, angles, pages):

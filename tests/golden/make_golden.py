@@ -234,6 +234,27 @@ def attention_kinds() -> dict[str, transformers.PretrainedConfig]:
         original_max_position_embeddings=16,
     )
     return {
+        # Heads of two sizes, keys as values, K and V of earlier layers, embeddings for
+        # each layer, and experts beside the MLP.
+        "gemma4": t.Gemma4TextConfig(
+            **BASE | dict(num_hidden_layers=6, hidden_size=24),
+            **window,
+            head_dim=10,
+            global_head_dim=14,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            layer_types=3 * ["sliding_attention", "full_attention"],
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=6,
+            vocab_size_per_layer_input=128,
+            enable_moe_block=True,
+            num_experts=6,
+            top_k_experts=2,
+            moe_intermediate_size=12,
+            final_logit_softcapping=20.0,
+            tie_word_embeddings=True,
+        ),
         # An odd number of rotary features: 12 * 0.25.
         "gpt_neox": t.GPTNeoXConfig(
             **BASE | dict(hidden_size=48, num_key_value_heads=None)

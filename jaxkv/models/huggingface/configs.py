@@ -135,7 +135,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             experts["num_dense_layers"] = num
         is_dense = experts.get("num_dense_layers", 0) >= fields["num_layers"]
         experts = None if is_dense and family.skips_ahead else Experts(**experts)
-    return ModelConfig(**fields, experts=experts)
+    config = ModelConfig(**fields, experts=experts)
+    return config if family.adapt is None else family.adapt(config, raw)
 
 
 @validation.checks_numbers(high=validation.SIZES)

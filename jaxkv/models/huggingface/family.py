@@ -127,6 +127,9 @@ class Family(NamedTuple):
     """Replaces other forms of keys, nested ones for example, by those of the tables."""
     further_keys: Callable[["ModelConfig"], RawConfig] | None = None
     """Function from a `ModelConfig` to keys that other software needs in addition."""
+    adapt: Callable[["ModelConfig", Mapping[str, Any]], "ModelConfig"] | None = None
+    """Function from a model and its file to the model with sizes that differ by layer.
+    """
     recurrent_modules: Mapping[str, tuple[str, ...]] = {}
     """As `modules`, where recurrent layers differ."""
     recurrent_norm_places: Literal["before", "after", "both"] | None = None

@@ -154,7 +154,12 @@ def _split_rope(
         raise ValueError(
             f"{next(iter(rope_objects))}={shorten(rope)} must be an object"
         )
-    rope = rope or (None if "rope_theta" in settings else family.rope) or {}
+    if family.rope and not rope and "rope_theta" in settings:
+        raise ValueError(
+            f"rope_theta={shorten(settings['rope_theta'])} is not supported without "
+            "rope_parameters: versions of transformers differ in its scaling"
+        )
+    rope = rope or family.rope or {}
     local = {"rope_theta": settings.get("rope_local_base_freq", family.local_theta)}
     names = {FULL, SLIDING} if family.local_theta else set()
     if nested := {*rope} & names:
@@ -203,6 +208,8 @@ def _split_rope(
 
 def _read_share(family: Family, rope: Mapping[str, Any], head_dim: int) -> float:
     """Returns the rotary part of a head."""
+    if rope.get("rope_type") == "proportional":  # pairs that do not turn
+        return 1.0
     share = rope.get("partial_rotary_factor", family.rope_share)
     share = parse_positive_number("partial_rotary_factor", share)
     if share != 1 and not family.has_partial_rope:
@@ -243,6 +250,8 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, object]:
         if "partial_rotary_factor" in rope:
             raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
         raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        if family.rope and raw["rope_scaling"] is None:  # not the family's scaling
+            raw["rope_parameters"] = _write_rope(family, kinds[0], config)
         if family.rope_kinds[-1] == "longrope" and raw["rope_scaling"]:
             raw[ORIGINAL] = rope[ORIGINAL]
     layers = range(config.num_layers)

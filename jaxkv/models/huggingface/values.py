@@ -39,7 +39,10 @@ _REAL_FIELDS = (
     "experts.bias_rate",
     "recurrence.min_step",
 )
-_FIELDS_FROM_ZERO = ("num_ahead_layers", "experts.num_dense_layers")
+_FIELDS_FROM_ZERO = (
+    *("num_ahead_layers", "layer_input_size"),
+    "experts.num_dense_layers",
+)
 """Fields that are flags, numbers, and counts from 0; all other fields are sizes."""
 
 
