@@ -640,6 +640,22 @@ class ModelConfig:
         )
 
     @property
+    def has_special_layers(self) -> bool:
+        """True if layers have sizes or inputs of their own, or share K and V (Gemma 4).
+
+        Such models are served and trained on one device, and are not counted.
+        """
+        return (
+            any(
+                kind.shares_kv or self.of_kind(kind) is not self
+                for kind in self.other_attention
+            )
+            or self.keys_are_values
+            or self.layer_input_size > 0
+            or (self.experts is not None and self.experts.beside_mlp)
+        )
+
+    @property
     def kv_groups(self) -> tuple[tuple[int, ...], ...]:
         """The layers with K and V, by the number and the width of their KV heads."""
         groups: dict[tuple[int, int], list[int]] = {}

@@ -180,6 +180,12 @@ class PagedForward:
             raise ValueError(
                 f"layers={self.layers!r} must be None for a model with recurrent layers"
             )
+        shares_kv = any(kind.shares_kv for kind in self.config.other_attention)
+        if self.layers is not None and shares_kv:
+            raise ValueError(
+                f"layers={self.layers!r} must be None for a model whose layers share K "
+                "and V"
+            )
         if self.taps and self.layers is not None:
             raise ValueError(
                 f"taps={self.taps!r} needs all layers, not layers={self.layers!r}"

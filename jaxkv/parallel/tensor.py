@@ -49,6 +49,11 @@ def fit_config(config: ModelConfig, degree: int, *, num_expert: int = 1) -> Mode
             raise ValueError(
                 f"{name}={number} must be 1: recurrent layers are not divided"
             )
+        if number > 1 and c.has_special_layers:
+            raise ValueError(
+                f"{name}={number} must be 1: layers with sizes or inputs of their own, "
+                "or shared K and V, are not divided"
+            )
     sizes = {"num_q_heads": config.num_q_heads}
     layers = range(c.num_layers)
     if any(c.has_feed_forward(x) and not c.is_mixture(x) for x in layers):

@@ -10,7 +10,15 @@ def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
     Args:
       config: the model config.
       name: name in tables; the model's family by default.
+
+    Raises:
+      ValueError: layers have sizes or inputs of their own, or share K and V.
     """
+    if config.has_special_layers:
+        raise ValueError(
+            f"{name or config.family}: layers with sizes or inputs of their own, or "
+            "shared K and V, are not counted"
+        )
     # Imports JAX, without which `jaxkv cost` starts.
     from jaxkv.models import NORMS
 

@@ -77,6 +77,10 @@ def describe_huggingface(raw: Mapping[str, object], *, name: str = "") -> ModelS
     raw = text_part(raw)
     kind = family_of(raw)
     family = FAMILIES[kind]
+    if family.adapt is not None:
+        raise ValueError(
+            f"model_type={kind!r} is not counted: its layers have sizes of their own"
+        )
     raw = without_aliases(family, raw)
     refuse_other_values(family, raw)
     keys = {key: x for key, x in family.keys.items() if x.fields[0] in _COUNTED_FIELDS}

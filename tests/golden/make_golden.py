@@ -237,13 +237,13 @@ def attention_kinds() -> dict[str, transformers.PretrainedConfig]:
         # Heads of two sizes, keys as values, K and V of earlier layers, embeddings for
         # each layer, and experts beside the MLP.
         "gemma4": t.Gemma4TextConfig(
-            **BASE | dict(num_hidden_layers=6, hidden_size=24),
+            **BASE | dict(num_hidden_layers=4),
             **window,
             head_dim=10,
             global_head_dim=14,
             num_global_key_value_heads=1,
             attention_k_eq_v=True,
-            layer_types=3 * ["sliding_attention", "full_attention"],
+            layer_types=2 * ["sliding_attention", "full_attention"],
             num_kv_shared_layers=2,
             use_double_wide_mlp=True,
             hidden_size_per_layer_input=6,
@@ -253,7 +253,7 @@ def attention_kinds() -> dict[str, transformers.PretrainedConfig]:
             top_k_experts=2,
             moe_intermediate_size=12,
             final_logit_softcapping=20.0,
-            tie_word_embeddings=True,
+            tie_word_embeddings=False,
         ),
         # An odd number of rotary features: 12 * 0.25.
         "gpt_neox": t.GPTNeoXConfig(
@@ -435,7 +435,7 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in sorted(model.named_parameters()) + sorted(buffers):
             draw = rng.standard_normal(tuple(parameter.shape))
             if parameter.ndim == 1:  # scales of norms near 1, biases near 0
-                is_scale = "norm" in name or ".ln_" in name
+                is_scale = any(x in name for x in ("norm", ".ln_", "scal"))
                 draw = (is_scale and not name.endswith("bias")) + 0.2 * draw
             elif "position" in name or "wpe" in name:
                 draw = 0.3 * draw

@@ -231,7 +231,8 @@ class Layer(nnx.Module):
             assert inputs is not None  # of a model with embeddings for each layer
             x = orientation.map_tiles(self._add_layer_input, x, inputs[index])
         if self.config.layer_scale:
-            x = x * self.layer_scale.scale[...]
+            # A constant of the published model.
+            x = x * jax.lax.stop_gradient(self.layer_scale.scale[...])
         return x, carry, routing
 
     def _run(self, index, kind, x, angles, attend, carry, orientation):
