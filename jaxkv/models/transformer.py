@@ -260,7 +260,7 @@ class Transformer(nnx.Module):
     ) -> Activations:
         """Returns the scaled sums of embeddings and projected inputs by layer.
 
-        Source: transformers' `Gemma4TextModel.project_per_layer_inputs`.
+        Source: transformers' `Gemma4TextModel`.
         """
         c = self.config
         o = orientation

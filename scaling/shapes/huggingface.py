@@ -159,7 +159,7 @@ def _windows(
     return tuple(window if has_window else None for has_window in slides)
 
 
-_BRANCHES: Mapping[str, LayerSort] = {
+_BRANCH_BY_TYPE: Mapping[str, LayerSort] = {
     "full_attention": "attention",
     "linear_attention": "recurrent",
     "mlp": "dense",
@@ -170,8 +170,8 @@ _BRANCHES: Mapping[str, LayerSort] = {
 
 def _branches(raw: Mapping[str, object], num_layers: int) -> tuple[LayerSort, ...]:
     """Returns the only branch of each layer."""
-    kinds = _layer_types(raw, num_layers, [*_BRANCHES])
-    return tuple(_BRANCHES[kind] for kind in kinds)
+    kinds = _layer_types(raw, num_layers, [*_BRANCH_BY_TYPE])
+    return tuple(_BRANCH_BY_TYPE[kind] for kind in kinds)
 
 
 def _recurrent_layers(raw: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:

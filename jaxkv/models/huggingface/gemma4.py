@@ -19,7 +19,7 @@ from jaxkv.models.huggingface.windows import FULL, SLIDING
 if TYPE_CHECKING:
     from jaxkv.models.config import AttentionKind, ModelConfig
 
-_SIZES = {
+_SIZE_KEYS = {
     "head_dim": "global_head_dim",
     "num_key_value_heads": "num_global_key_value_heads",
 }
@@ -54,7 +54,7 @@ def _rewrite_gemma4(raw: RawConfig) -> RawConfig:
         )
     usual = {"head_dim": 256, "num_key_value_heads": 4}
     usual = {name: raw.get(name) or value for name, value in usual.items()}
-    for name, other in _SIZES.items():
+    for name, other in _SIZE_KEYS.items():
         if raw.get(other) is None:
             raw[other] = 512 if name == "head_dim" else usual[name]
     if not raw.get("attention_k_eq_v"):
@@ -69,15 +69,15 @@ def _rewrite_gemma4(raw: RawConfig) -> RawConfig:
     is_equal = all(value == sizes for value in values)
     if (
         not isinstance(sizes, Mapping)
-        or {*sizes} - {*_SIZES}
+        or {*sizes} - {*_SIZE_KEYS}
         or (values and {*map(str, by_layer)} != full)
         or not is_equal
     ):
         raise ValueError(
             f"per_layer_config={shorten(by_layer)} is not supported, only equal sizes "
-            f"({', '.join(_SIZES)}) of all layers of {FULL}"
+            f"({', '.join(_SIZE_KEYS)}) of all layers of {FULL}"
         )
-    for name, other in _SIZES.items():
+    for name, other in _SIZE_KEYS.items():
         raw[other] = sizes.get(name, usual[name])
     return raw
 
@@ -93,7 +93,7 @@ def _adapt_layers(config: "ModelConfig", raw: Mapping[str, Any]) -> "ModelConfig
         )
     keys_are_values = parse_flag("attention_k_eq_v", raw.get("attention_k_eq_v", False))
     is_wide = parse_flag("use_double_wide_mlp", raw.get("use_double_wide_mlp", False))
-    sizes = {name: parse_size(name, raw[name]) for name in _SIZES.values()}
+    sizes = {name: parse_size(name, raw[name]) for name in _SIZE_KEYS.values()}
     head_dim = sizes["global_head_dim"]
     num_kv_heads = sizes["num_global_key_value_heads"]
     kinds = []
@@ -208,7 +208,7 @@ GEMMA4 = GEMMA2._replace(
     local_theta=1e4,
     rope_kinds=("default", "proportional"),
     position_keys=(
-        *_SIZES.values(),
+        *_SIZE_KEYS.values(),
         "attention_k_eq_v",
         "num_kv_shared_layers",
         "use_double_wide_mlp",

@@ -232,7 +232,7 @@ class Layer(nnx.Module):
             x = orientation.map_tiles(self._add_layer_input, x, inputs[index])
         if self.config.layer_scale:
             # A constant of the published model.
-            x = x * jax.lax.stop_gradient(self.layer_scale.scale[...])
+            x = x * jax.lax.stop_gradient(self.layer_scale.scale[...].reshape(()))
         return x, carry, routing
 
     def _run(self, index, kind, x, angles, attend, carry, orientation):

@@ -87,7 +87,7 @@ def test_an_engine_serves_windows_and_sinks_in_small_pages(name: str) -> None:
     )
     asks = [prompt, prompt + greedy[:9], prompt + greedy[:17]]
     for _ in range(2):  # the second time from cached pages
-        answers = engine.generate(asks, jaxkv.Sampling(temperature=0, max_tokens=24))
+        answers = engine.generate(asks, jaxkv.Sampling(temperature=0.0, max_tokens=24))
         for answer, first in zip(answers, (0, 9, 17), strict=True):
             assert list(answer.tokens) == greedy[first : first + 24]
 
