@@ -61,6 +61,9 @@ class Pages(NamedTuple):
     draft_pages: "Pages | None" = None
     """K and V of a second model, such as a draft model, with the same page ids: they
     are copied, swapped and shared with the pages of the first model."""
+    other_heads: "Pages | None" = None
+    """K and V of layers whose KV heads have another number or width, with the same page
+    ids; None if all layers are alike."""
     features: Float[Array, "1 pages 2 page_size half"] | None = None
     """Hidden states of each token for drafting heads; see `memory.features`. Stored
     like K of one layer with two heads, each with half of the numbers. (A second head,

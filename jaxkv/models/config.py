@@ -18,11 +18,12 @@ class RopeScaling:
     3; "longrope": Ding et al. 2024, arXiv:2402.13753, section 3.
     """
 
-    kind: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    kind: Literal["llama3", "linear", "yarn", "longrope", "proportional"] = "llama3"
     """"llama3" divides low frequencies by `factor`; "linear" divides all of them and
         ignores the remaining fields; "yarn" divides low frequencies, and scales cosines
         and sines by `magnitude`; "longrope" divides each frequency by its own factor,
-        and scales as "yarn"."""
+        and scales as "yarn"; "proportional" turns the first `num_pairs` pairs of
+        features, and divides as "linear" (Gemma 4)."""
     factor: float = 8.0
     low_frequency_factor: float = 1.0
     """Rotations over the original positions below which a frequency is divided
@@ -43,13 +44,15 @@ class RopeScaling:
     truncate: bool = True
     """True if the ramp between kept and divided frequencies begins and ends at a whole
     pair of features ("yarn")."""
+    num_pairs: int = 0
+    """Pairs of features that turn ("proportional")."""
     score_magnitude: float = 1.0
     """Factor on queries and on keys: scores are scaled by its square, in addition to
     `magnitude` (DeepSeek's `mscale_all_dim` with "yarn")."""
 
     def __post_init__(self):
         """Validates the fields."""
-        validation.check_fields(self)
+        validation.check_fields(self, num_pairs=0)
 
 
 @validation.suggests_keywords
@@ -72,10 +75,29 @@ class AttentionKind:
     """As in `ModelConfig`; None means that of the model."""
     is_recurrent: bool = False
     """True if `ModelConfig.recurrence` takes the place of attention."""
+    head_dim: int | None = None
+    """As in `ModelConfig`, as the next three; None means that of the model."""
+    num_kv_heads: int | None = None
+    keys_are_values: bool | None = None
+    mlp_size: int | None = None
+    shares_kv: bool = False
+    """True if the layers read K and V of the last earlier layer of the kind that is
+    equal but for this and for `mlp_size`, and have none (Gemma 3n and 4)."""
+    feed_forward: Literal["mlp", "experts"] | None = None
+    """The only branch of layers without attention; needs `residual="single"`."""
 
     def __post_init__(self):
         """Validates the fields."""
         validation.check_fields(self)
+        if self.is_recurrent and self.feed_forward is not None:
+            raise ValueError(
+                f"feed_forward={self.feed_forward!r} must be None in recurrent layers"
+            )
+
+    @property
+    def has_attention(self) -> bool:
+        """True if the layers have K and V."""
+        return not self.is_recurrent and self.feed_forward is None
 
 
 @validation.suggests_keywords
@@ -169,10 +191,17 @@ class Experts:
     """Total FFN width of the shared experts, which every token uses in addition."""
     shared_gate: bool = False
     """True if a sigmoid gate scales each token's shared part (Qwen2)."""
+    latent_size: int | None = None
+    """Width of a projection that is the input of the routed experts, and of the sum of
+    their outputs; None means the hidden size (Nemotron 3)."""
     renormalise: bool = True
     """True if the probabilities of the chosen experts are scaled to sum to one."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """Function from the router's logits to the scores of the experts."""
+    beside_mlp: bool = False
+    """True if layers have an MLP in addition, with norms of its own for the input of
+    the experts and for both outputs. The router reads the residual stream by a norm of
+    its own, and scales the share of each expert (Gemma 4)."""
     router_bias: bool = False
     """True if a bias for each expert is added to the router's logits (gpt-oss)."""
     expert_bias: bool = False
@@ -285,8 +314,9 @@ class ModelConfig:
     norm_places: Literal["before", "after", "both"] = "before"
     """Norms before attention and MLP, after them and before they are added (OLMo 2), or
     both (Gemma 2)."""
-    residual: Literal["serial", "parallel"] = "serial"
-    """"parallel": attention and MLP have the same input (GPT-NeoX)."""
+    residual: Literal["serial", "parallel", "single"] = "serial"
+    """"parallel": attention and MLP have the same input (GPT-NeoX); "single": a layer
+        has one branch, attention, a recurrence, an MLP or experts (Nemotron-H)."""
     residual_scale: float = 1.0
     """Factor on the outputs of attention and MLP before they are added (Granite)."""
     embed_scale: float = 1.0
@@ -332,6 +362,16 @@ class ModelConfig:
     qk_norm_over: Literal["head", "layer"] = "head"
     """That norm is over head_dim of every head (Qwen3), or over all heads of a layer
     (OLMo 2)."""
+    keys_are_values: bool = False
+    """True if values are the projections of keys, without the weights of their norm and
+    without positions (Gemma 4)."""
+    value_norm: bool = False
+    """True if values have that norm too, without weights (Gemma 4)."""
+    layer_input_size: int = 0
+    """Width of a further embedding of a token for each layer, which a gated projection
+    adds to the layer's output (Gemma 3n and 4); 0 means none."""
+    layer_scale: bool = False
+    """True if a number of each layer scales its output (Gemma 4)."""
     out_gate: bool = False
     """True if the sigmoid of a projection scales the output of attention
     (Qwen3-Next)."""
@@ -359,7 +399,9 @@ class ModelConfig:
 
     def __post_init__(self):
         """Validates the fields."""
-        validation.check_fields(self, position_offset=0, num_ahead_layers=0)
+        validation.check_fields(
+            self, position_offset=0, num_ahead_layers=0, layer_input_size=0
+        )
         if self.family not in FAMILIES:
             raise ValueError(
                 f"family={validation.format_value(self.family)} must be a name in "
@@ -370,10 +412,9 @@ class ModelConfig:
                 f"num_q_heads={self.num_q_heads} must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads}"
             )
-        if self.rotary_kinds and self.rotary_dim % 2:
-            raise ValueError(
-                f"head_dim={self.head_dim} must be even for rotary positions"
-            )
+        for kind in self.rotary_kinds:
+            if (width := kind.head_dim or self.rotary_dim) % 2:
+                raise ValueError(f"head_dim={width} must be even for rotary positions")
         self._check_attention()
         if (latent := self.latent) is not None:
             width = latent.nope_dim + latent.rope_dim
@@ -388,20 +429,42 @@ class ModelConfig:
                 ("sinks", self.sinks, False),
                 ("score_cap", self.score_cap, None),
                 ("score_growth", self.score_growth, None),
+                ("keys_are_values", self.keys_are_values, False),
             ):
                 if value != needed:
                     raise ValueError(
                         f"{name}={value!r} must be {needed!r} with latent attention"
                     )
-            if self.positions == "learned" or not all(
-                kind.is_recurrent for kind in self.other_attention
+            if self.positions == "learned" or any(
+                kind.has_attention for kind in self.other_attention
             ):
                 raise ValueError(
                     "layers with latent attention must be alike, with rotary positions "
                     "or none"
                 )
+        if self.residual == "single":
+            names = [kind.feed_forward for kind in self.other_attention]
+            if ("experts" in names) != (self.experts is not None):
+                raise ValueError(
+                    f"experts={self.experts} must be set exactly if a kind of layers "
+                    "has feed_forward='experts'"
+                )
+            if self.experts is not None and self.experts.num_dense_layers:
+                raise ValueError(
+                    f"experts.num_dense_layers={self.experts.num_dense_layers} must be "
+                    "0 with residual='single'"
+                )
         if self.experts is None:
             return
+        if self.experts.beside_mlp and (
+            self.residual != "serial"
+            or self.norm_places != "both"
+            or self.experts.num_dense_layers
+        ):
+            raise ValueError(
+                "experts.beside_mlp=True needs residual='serial', norm_places='both' "
+                "and num_dense_layers=0"
+            )
         if self.experts.num_dense_layers >= self.num_layers:
             raise ValueError(
                 f"experts.num_dense_layers={self.experts.num_dense_layers} must be "
@@ -418,6 +481,17 @@ class ModelConfig:
                 f"attention_pattern={self.attention_pattern} must have kinds in [0, "
                 f"{kinds.stop})"
             )
+        is_single = self.residual == "single"
+        if not is_single and any(kind.feed_forward for kind in self.other_attention):
+            raise ValueError(
+                f"residual={self.residual!r} must be 'single' with a kind of layers "
+                "that has feed_forward"
+            )
+        if is_single and self.num_ahead_layers:
+            raise ValueError(
+                f"num_ahead_layers={self.num_ahead_layers} must be 0 with "
+                "residual='single'"
+            )
         recurrent = any(kind.is_recurrent for kind in self.other_attention)
         if recurrent != (self.recurrence is not None):
             raise ValueError(
@@ -430,10 +504,32 @@ class ModelConfig:
                 "layers"
             )
         learned = [
-            x.positions == "learned" for x in self.attention_kinds if not x.is_recurrent
+            x.positions == "learned" for x in self.attention_kinds if x.has_attention
         ]
         if any(learned) and not all(learned):
             raise ValueError("positions='learned' must be that of all kinds or of none")
+        for kind in self.other_attention:
+            if kind.num_kv_heads and self.num_q_heads % kind.num_kv_heads:
+                raise ValueError(
+                    f"num_q_heads={self.num_q_heads} must be a multiple of "
+                    f"num_kv_heads={kind.num_kv_heads}"
+                )
+        has_shared = any(kind.shares_kv for kind in self.other_attention)
+        if has_shared and (self.score_growth is not None or self.sinks):
+            raise ValueError("shares_kv takes neither score_growth nor sinks")
+        for name in ("layer_input_size", "layer_scale"):
+            if (has_shared or getattr(self, name)) and self.num_ahead_layers:
+                raise ValueError(f"num_ahead_layers must be 0 with shares_kv or {name}")
+        for layer in range(self.num_layers):
+            kind = self.attention_kinds[self.kind_of(layer)]
+            if not kind.shares_kv:
+                continue
+            before = [self.attention_kinds[self.kind_of(x)] for x in range(layer)]
+            source = dataclasses.replace(kind, shares_kv=False, mlp_size=None)
+            if source not in before:
+                raise ValueError(f"layer {layer} shares K and V of no earlier layer")
+        if self.value_norm and not (self.qk_norm and self.qk_norm_over == "head"):
+            raise ValueError(f"value_norm={self.value_norm} needs qk_norm over heads")
         size = self.rotary_size
         if size is not None and size > self.head_dim:
             raise ValueError(
@@ -512,13 +608,20 @@ class ModelConfig:
         )
         return first, *self.other_attention
 
+    def of_kind(self, kind: AttentionKind) -> "ModelConfig":
+        """Returns the model with the sizes of the layers of a kind."""
+        names = "head_dim", "num_kv_heads", "keys_are_values", "mlp_size"
+        values = {name: getattr(kind, name) for name in names}
+        changes = {name: x for name, x in values.items() if x is not None}
+        return dataclasses.replace(self, **changes) if changes else self
+
     @property
     def rotary_kinds(self) -> tuple[AttentionKind, ...]:
         """The kinds of attention with rotary positions."""
         return tuple(
             kind
             for kind in self.attention_kinds
-            if kind.positions == "rope" and not kind.is_recurrent
+            if kind.positions == "rope" and kind.has_attention
         )
 
     @property
@@ -530,13 +633,55 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with attention, in order."""
-        recurrent = self.recurrent_layers
-        return tuple(x for x in range(self.num_layers) if x not in recurrent)
+        """Numbers of the layers with K and V of their own, in order."""
+        kinds = [self.attention_kinds[self.kind_of(x)] for x in range(self.num_layers)]
+        return tuple(
+            x for x, y in enumerate(kinds) if y.has_attention and not y.shares_kv
+        )
+
+    @property
+    def has_special_layers(self) -> bool:
+        """True if layers have sizes or inputs of their own, or share K and V (Gemma 4).
+
+        Such models are served and trained on one device, and are not counted.
+        """
+        return (
+            any(
+                kind.shares_kv or self.of_kind(kind) is not self
+                for kind in self.other_attention
+            )
+            or self.keys_are_values
+            or self.layer_input_size > 0
+            or (self.experts is not None and self.experts.beside_mlp)
+        )
+
+    @property
+    def kv_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layers with K and V, by the number and the width of their KV heads."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for layer in self.attention_layers:
+            config = self.of_kind(self.attention_kinds[self.kind_of(layer)])
+            shape = config.num_kv_heads, config.head_dim
+            groups.setdefault(shape, []).append(layer)
+        return tuple(map(tuple, groups.values()))
+
+    def kv_source(self, kind: AttentionKind) -> int:
+        """Returns the number of the kind whose K and V the layers of a kind read."""
+        if kind.shares_kv:
+            kind = dataclasses.replace(kind, shares_kv=False, mlp_size=None)
+        return self.attention_kinds.index(kind)
+
+    def kv_layer(self, layer: int) -> int:
+        """Returns the layer whose K and V a layer with attention reads."""
+        kind = self.attention_kinds[self.kind_of(layer)]
+        if not kind.shares_kv:
+            return layer
+        source = self.kv_source(kind)
+        return max(x for x in range(layer) if self.kind_of(x) == source)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, None for all tokens and for recurrence."""
+        """The sliding window of each layer, None without one or without attention."""
         layers = range(self.num_layers)
         return tuple(self.attention_kinds[self.kind_of(x)].window for x in layers)
 
@@ -562,10 +707,17 @@ class ModelConfig:
 
     @property
     def num_mixtures(self) -> int:
-        """Number of layers with experts, which are the last ones."""
-        experts = self.experts
-        return 0 if experts is None else self.num_layers - experts.num_dense_layers
+        """Number of layers with experts."""
+        return sum(map(self.is_mixture, range(self.num_layers)))
+
+    def has_feed_forward(self, layer: int) -> bool:
+        """Returns True if a layer has an MLP or experts."""
+        kind = self.attention_kinds[self.kind_of(layer)]
+        return self.residual != "single" or kind.feed_forward is not None
 
     def is_mixture(self, layer: int) -> bool:
         """Returns True if a layer has experts in place of an MLP."""
+        if self.residual == "single":
+            kind = self.attention_kinds[self.kind_of(layer)]
+            return kind.feed_forward == "experts"
         return self.experts is not None and layer >= self.experts.num_dense_layers

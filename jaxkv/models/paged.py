@@ -1,6 +1,7 @@
 """A transformer for the engine: its pages, and its forward pass over packed rows."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
 
@@ -107,35 +108,59 @@ def make_model_pages(
     if latent is not None:
         heads = 1
         width = latent.kv_rank + latent.rope_dim
+    if len(config.kv_groups) > 2:
+        raise ValueError(
+            f"{len(config.kv_groups)} sizes of KV heads in a model must be at most 2"
+        )
     if not config.attention_layers:
         raise ValueError("a model must have a layer with attention to be served")
     windowed = None
     if engine.release_window_pages:
         windows = [x for x in config.windows if x is not None]
-        if not windows or config.recurrence is not None:
-            missing = "recurrent layers" if windows else "windows"
-            with_or_without = "with" if windows else "without"
+        missing = None
+        if not windows:
+            missing = "without windows"
+        elif config.recurrence is not None:
+            missing = "with recurrent layers"
+        elif config.has_special_layers:
+            missing = "whose layers have sizes of their own or share K and V"
+        if missing is not None:
             raise ValueError(
-                f"release_window_pages=True must be False for a model "
-                f"{with_or_without} {missing}"
+                f"release_window_pages=True must be False for a model {missing}"
             )
         window = max(windows)
         num_pages = engine.num_window_pages(window)
         windowed = WindowLayers(len(windows), num_pages, window)
-    pages = make_pages(
-        num_layers=len(config.attention_layers),
+    first, *second = config.kv_groups
+    if latent is None:
+        sizes = config.of_kind(config.attention_kinds[config.kind_of(first[0])])
+        heads = sizes.num_kv_heads
+        width = sizes.head_dim
+    make = functools.partial(
+        make_pages,
         num_pages=engine.num_pages,
-        num_kv_heads=heads,
         page_size=engine.page_size,
-        head_dim=width,
         dtype=dtype,
         kv_dtype=engine.kv_dtype,
+    )
+    pages = make(
+        num_layers=len(first),
+        num_kv_heads=heads,
+        head_dim=width,
         value_width=None if latent is None else latent.kv_rank,
         num_features=len(taps) * config.hidden_size,
         num_mixtures=config.num_mixtures if record_routes else 0,
         top_k=0 if experts is None else experts.top_k,
         windowed=windowed,
     )
+    for layers in second:
+        sizes = config.of_kind(config.attention_kinds[config.kind_of(layers[0])])
+        other = make(
+            num_layers=len(layers),
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+        )
+        pages = pages._replace(other_heads=other)
     if config.recurrence is None:
         return pages
     shape = len(config.recurrent_layers), engine.num_states
@@ -183,6 +208,12 @@ class PagedForward:
         if self.layers is not None and self.config.recurrence is not None:
             raise ValueError(
                 f"layers={self.layers!r} must be None for a model with recurrent layers"
+            )
+        shares_kv = any(kind.shares_kv for kind in self.config.other_attention)
+        if self.layers is not None and shares_kv:
+            raise ValueError(
+                f"layers={self.layers!r} must be None for a model whose layers share K "
+                "and V"
             )
         if self.taps and self.layers is not None:
             raise ValueError(
@@ -250,20 +281,40 @@ class PagedForward:
         dtype = model.embed.weight[...].dtype
         config = self.config
         # Of this device.
-        attention = next(x for x in model.layers if x.recurrence is None)
-        num_q_heads = attention.out.weight.shape[-1] // config.value_dim
+        attention = next(
+            x for x in model.layers if x.has_mixer and x.recurrence is None
+        )
+        num_q_heads = attention.out.weight.shape[-1] // attention.config.value_dim
+        # Field of the pages of each kind of layers; None for `pages` itself.
+        group_of: dict[AttentionKind, str | None] = {}
+        groups: dict[str | None, list[int]] = {}
+        for number, layers in enumerate(config.kv_groups):
+            for layer in layers:
+                kind = config.attention_kinds[config.kind_of(layer)]
+                name = "other_heads" if number else None
+                if kind.window is not None and pages.windowed is not None:
+                    name = "windowed"
+                group_of[kind] = name
+                groups.setdefault(name, []).append(layer)
+        for kind in config.attention_kinds:
+            if kind.shares_kv:
+                source = config.attention_kinds[config.kv_source(kind)]
+                group_of[kind] = group_of[source]
 
         if pages.windowed is not None and rows.window_ids is None:
             raise ValueError("rows must have window_ids for pages with windowed pages")
 
-        def group_of(window: int | None, pages: Pages) -> tuple[Pages, Rows]:
-            """Returns the pages and the page table of layers with this window."""
-            if window is None or pages.windowed is None or rows.window_ids is None:
+        def select(name: str | None, pages: Pages) -> tuple[Pages, Rows]:
+            """Returns the pages of a group, and rows with its page table."""
+            if name is None:
                 return pages, rows
-            return pages.windowed, rows._replace(page_ids=rows.window_ids)
+            if name == "windowed":
+                assert rows.window_ids is not None
+                return getattr(pages, name), rows._replace(page_ids=rows.window_ids)
+            return getattr(pages, name), rows
 
-        def plan_for(window: int | None) -> StepPlan | None:
-            group_pages, group_rows = group_of(window, pages)
+        def plan_for(name: str | None, window: int | None) -> StepPlan | None:
+            group_pages, group_rows = select(name, pages)
             return group_pages.layout.plan(
                 group_pages,
                 group_rows,
@@ -275,14 +326,17 @@ class PagedForward:
 
         run = self.attend or pages.layout.attend
         positions = jnp.maximum(rows.position, 0)
-        kinds = [kind for kind in config.attention_kinds if not kind.is_recurrent]
+        kinds = [*dict.fromkeys(x for x in config.attention_kinds if x in group_of)]
         plans = {
-            window: plan_for(window)
-            for window in dict.fromkeys(kind.window for kind in kinds)
+            place: plan_for(*place)
+            for place in dict.fromkeys((group_of[x], x.window) for x in kinds)
         }
         writers = {
             kind: self._writer(
-                *group_of(kind.window, pages), plans.get(kind.window), dtype, kind
+                *select(group_of[kind], pages),
+                plans[group_of[kind], kind.window],
+                dtype,
+                kind,
             )
             for kind in kinds
         }
@@ -294,19 +348,11 @@ class PagedForward:
 
         def attend(layer, qkv, angles, pages):
             kind = layer.kind
-            if config.recurrence is not None or pages.windowed is not None:
-                # The number of the layer among those of its sort.
-                sort = config.attention_layers
-                if kind.is_recurrent:
-                    sort = config.recurrent_layers
-                elif pages.windowed is not None:
-                    has_window = kind.window is not None
-                    sort = [
-                        number
-                        for number, window in enumerate(config.windows)
-                        if (window is not None) == has_window
-                    ]
-                every = np.arange(config.num_layers, dtype=np.int32)
+            name = group_of.get(kind)
+            sort = config.recurrent_layers if kind.is_recurrent else groups[name]
+            if len(sort) < config.num_layers:
+                # The number of the layer, or of that with its K and V, in its sort.
+                every = [config.kv_layer(x) for x in range(config.num_layers)]
                 numbers = np.searchsorted(sort, every).astype(np.int32)
                 layer = layer._replace(index=jnp.asarray(numbers)[layer.index])
             if isinstance(qkv, RecurrentProjection):
@@ -317,12 +363,13 @@ class PagedForward:
             if parts.num > 1:  # every device encodes and writes all rows
                 qkv = rotary.map_row_arrays(parts.gather, qkv)
                 angles = turned[kind]
-            group_pages, group_rows = group_of(kind.window, pages)
-            is_windowed = group_pages is not pages
+            group_pages, group_rows = select(name, pages)
             q, packed_q, group_pages = writers[kind](
                 layer.index, qkv, angles, group_pages
             )
-            pages = pages._replace(windowed=group_pages) if is_windowed else group_pages
+            pages = (
+                group_pages if name is None else pages._replace(**{name: group_pages})
+            )
             out = run(
                 group_pages,
                 layer.index,
@@ -332,12 +379,16 @@ class PagedForward:
                 window=kind.window,
                 numerics=self.numerics,
                 packed_q=packed_q,
-                plan=plans[kind.window],
+                plan=plans[name, kind.window],
                 own_rows=parts.num > 1,
             )
+            if isinstance(qkv, rotary.QueryProjection):
+                q_shape = qkv.q.shape[:2]
+            elif not isinstance(qkv, rotary.LatentProjection):
+                q_shape = qkv[:, :-2].shape[:2]
             if isinstance(qkv, rotary.LatentProjection):
                 return rotary.expand_mean_latents(qkv, out), pages
-            by_head = *qkv[:, :-2].shape[:2], -1, out.shape[0]
+            by_head = *q_shape, -1, out.shape[0]
             return out.transpose(1, 2, 0).reshape(by_head), pages
 
         return model.hidden(
@@ -367,8 +418,15 @@ class PagedForward:
         latent attention are absorbed in any pass, so that a row has the same bits in a
         pass of decoding and in one with chunks of prompts.
         """
-        c = self.config
+        c = self.config.of_kind(kind)
         num_kv_heads = pages.num_kv_heads
+        if kind.shares_kv:
+
+            def rotate_only(layer, projection, angles, pages):
+                q = rotary.rotate_queries(projection, angles)
+                return q.reshape(-1, *q.shape[-2:]).transpose(2, 0, 1), None, pages
+
+            return rotate_only
         if c.latent is not None:
 
             def absorb_then_write(layer, projection, angles, pages):

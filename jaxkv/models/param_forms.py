@@ -56,7 +56,15 @@ def index_leaves(
 
 def is_stacked(params: Params) -> bool:
     """Returns True if parameters have the form of `stack_layers`."""
-    return params["layers"][0]["out"]["weight"].ndim == 3
+    return _first_product(params)["weight"].ndim == 3
+
+
+def _first_product(params: Params) -> Params:
+    """Returns a product of the first layer, whose weight is a matrix."""
+    layer = params["layers"][0]
+    if "out" in layer:
+        return layer["out"]
+    return layer["down"] if "down" in layer else layer["mixture"]["router"]
 
 
 def stack_layers(config: ModelConfig, params: Params) -> Params:
@@ -99,7 +107,7 @@ def unstack_layers(config: ModelConfig, params: Params) -> Params:
 
 def has_transposed_weights(params: Params) -> bool:
     """Returns True if parameters have the form of `add_transposed_weights`."""
-    return "transposed" in params["layers"][0]["out"]
+    return "transposed" in _first_product(params)
 
 
 def add_transposed_weights(params: Params) -> Params:

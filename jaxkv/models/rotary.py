@@ -31,6 +31,7 @@ def frequencies(
     Sources: Su et al. 2021, arXiv:2104.09864, equation 15; `RopeScaling`.
     """
     attention = attention or config.attention_kinds[0]
+    config = config.of_kind(attention)
     kind = np.dtype(dtype).type
     size = config.rotary_size or config.rotary_dim
     # Powers in float64 of exponents rounded as XLA rounds a division in `dtype`, for
@@ -48,6 +49,9 @@ def _scale_frequencies(
     if (s := attention.rope_scaling) is None:
         return plain
     kind = plain.dtype.type
+    if s.kind == "proportional":
+        turns = np.arange(len(plain)) < s.num_pairs
+        return np.where(turns, plain / kind(s.factor), kind(0))
     if s.kind == "linear":
         return plain / kind(s.factor)
     if s.kind == "longrope":
@@ -103,9 +107,21 @@ class LatentProjection(NamedTuple):
     """Weights from a latent to the keys of a head, and then to its values."""
 
 
-type Projected = Float[Array, "..."] | tuple[Array, Array, Array] | LatentProjection
+class QueryProjection(NamedTuple):
+    """Projection of a layer that reads K and V of another one."""
+
+    q: Float[Array, "..."]
+    """Queries of each KV head, without positions, as in a fused projection."""
+
+
+type Projected = (
+    Float[Array, "..."]
+    | tuple[Array, Array, Array]
+    | LatentProjection
+    | QueryProjection
+)
 """Queries, key and value of each KV head, fused or in three parts: `split_heads`; or a
-projection of latent attention."""
+projection of latent attention, or of queries alone."""
 
 
 class Angles(NamedTuple):
@@ -185,6 +201,14 @@ def split_and_rotate(
     if angles is not None:
         q, k = rotate_pair(q, k, angles)
     return q, k, v
+
+
+def rotate_queries(
+    projection: QueryProjection, angles: Angles | None, axis: int = -2
+) -> Float[Array, "..."]:
+    """Returns the queries with rotary positions, if any."""
+    q = projection.q
+    return q if angles is None else rotate(q, angles.cos, angles.sin, axis)
 
 
 def rotate_pair(

@@ -145,6 +145,12 @@ class Transformer(nnx.Module):
                 c.hidden_size,
                 axes=(None, "hidden"),
             )
+        if p := c.layer_input_size:
+            self.layer_embed = table(c.vocab_size, c.num_layers * p, axes=(None, None))
+            self.layer_project = table(
+                c.num_layers * p, c.hidden_size, axes=(None, "hidden")
+            )
+            self.layer_norm = Norm(p, c, kind=c.norm, dtype=dtype)
         firsts = [layers.start for layers in param_forms.layer_runs(c)]
         wanted = firsts if scanned else range(c.num_layers)
         layer = functools.partial(
@@ -199,6 +205,7 @@ class Transformer(nnx.Module):
         """
         o = Orientation(numerics, live, routes)
         x = self.embedded(tokens, positions, o, inputs)
+        o = self.add_layer_inputs(o, tokens, x)
         run_result = self.run(
             x, positions, attend, carry, o, only=only, tapped=bool(taps)
         )
@@ -229,6 +236,45 @@ class Transformer(nnx.Module):
             return x
         table = self.embed_positions.weight[...]
         return x + orientation.look_up_positions(table, positions + c.position_offset)
+
+    def add_layer_inputs[O: Orientation](
+        self, orientation: O, tokens: Int[Array, " rows"], x: Activations
+    ) -> O:
+        """Returns the orientation with the embeddings for each layer, if any.
+
+        Args:
+          orientation: arrangement of the activations.
+          tokens: input tokens.
+          x: their embeddings, the input of the first layer.
+        """
+        if not self.config.layer_input_size:
+            return orientation
+        o = orientation
+        words = self.layer_embed.weight[...]
+        words = o.transpose(words[tokens])
+        inputs = o.map_tiles(self._join_layer_inputs, words, x)
+        return dataclasses.replace(orientation, layer_inputs=inputs)
+
+    def _join_layer_inputs(
+        self, words: Activations, x: Activations, orientation: Orientation
+    ) -> Activations:
+        """Returns the scaled sums of embeddings and projected inputs by layer.
+
+        Source: transformers' `Gemma4TextModel`.
+        """
+        c = self.config
+        o = orientation
+        p = c.layer_input_size
+
+        def split(y: Activations) -> Activations:
+            if o.axis == -2:
+                return y.reshape(c.num_layers, p, -1)
+            return jnp.moveaxis(y.reshape(-1, c.num_layers, p), 1, 0)
+
+        scale = functools.partial(jnp.asarray, dtype=x.dtype)
+        projected = split(self.layer_project(x, o) * scale(c.hidden_size**-0.5))
+        projected = self.layer_norm(projected, o.axis)
+        return (projected + split(words) * scale(p**0.5)) * scale(2**-0.5)
 
     def _scale_embeddings(self, x: Activations, axis: int) -> Activations:
         c = self.config
@@ -548,6 +594,29 @@ def outputs(
     return Outputs(logits, config.experts.balance_weight * balance, loads)
 
 
+def empty_kv(
+    config: ModelConfig, shape: tuple[int, ...], dtype: DTypeLike
+) -> dict[int, tuple[Array, Array]]:
+    """Returns zeros in place of the K and V that later layers read.
+
+    Args:
+      config: the model.
+      shape: numbers of sequences and of tokens of each.
+      dtype: dtype of the activations.
+
+    Returns:
+      K and V `[batch, seq, kv_heads, head_dim]` by the number of their kind of
+      attention; none if no layer shares K and V.
+    """
+    kinds = config.attention_kinds
+    result = {}
+    for source in sorted({config.kv_source(x) for x in kinds if x.shares_kv}):
+        sizes = config.of_kind(kinds[source])
+        zeros = jnp.zeros((*shape, sizes.num_kv_heads, sizes.head_dim), dtype)
+        result[source] = zeros, zeros
+    return result
+
+
 def run_sequences(
     model: Transformer,
     tokens: Int[Array, "batch seq"],
@@ -566,11 +635,18 @@ def run_sequences(
     def attend(layer, qkv, angles, carry):
         if isinstance(qkv, RecurrentProjection):
             return run_batch(qkv, (batch, seq), axis=-2), carry
+        source = config.kv_source(layer.kind)
+        if isinstance(qkv, rotary.QueryProjection):
+            split = (rotary.rotate_queries(qkv, angles),)
+        else:
+            split = rotary.split_and_rotate(qkv, angles)
         # To [batch, seq, heads, width] and back.
-        split = rotary.split_and_rotate(qkv, angles)
-        q, k, v = (
+        q, *kv = (
             x.reshape(-1, x.shape[-2], batch, seq).transpose(2, 3, 0, 1) for x in split
         )
+        k, v = kv or carry[source]
+        if source in carry:
+            carry = {**carry, source: (k, v)}
         scoring = layer.scoring
         y, _ = flash_attention(
             q,
@@ -582,7 +658,8 @@ def run_sequences(
             sinks=scoring.sinks,
         )
         y = y.transpose(2, 3, 0, 1)
-        return y.reshape(len(split[1]), -1, config.value_dim, batch * seq), carry
+        num_kv_heads = k.shape[2]
+        return y.reshape(num_kv_heads, -1, v.shape[-1], batch * seq), carry
 
     if routes is not None:
         routes = jnp.asarray(routes, jnp.int32).reshape(-1, *routes.shape[2:])
@@ -590,7 +667,7 @@ def run_sequences(
         tokens.reshape(-1),
         position,
         attend,
-        (),
+        empty_kv(config, tokens.shape, model.embed.weight.dtype),
         taps=taps,
         only=only,
         routes=routes,

@@ -49,8 +49,14 @@ def fit_config(config: ModelConfig, degree: int, *, num_expert: int = 1) -> Mode
             raise ValueError(
                 f"{name}={number} must be 1: recurrent layers are not divided"
             )
+        if number > 1 and c.has_special_layers:
+            raise ValueError(
+                f"{name}={number} must be 1: layers with sizes or inputs of their own, "
+                "or shared K and V, are not divided"
+            )
     sizes = {"num_q_heads": config.num_q_heads}
-    if c.experts is None or c.experts.num_dense_layers:
+    layers = range(c.num_layers)
+    if any(c.has_feed_forward(x) and not c.is_mixture(x) for x in layers):
         sizes["mlp_size"] = c.mlp_size
     if c.experts is not None:
         sizes["experts.size"] = c.experts.size

@@ -150,6 +150,11 @@ def build_engine_parts(
             )
         if config.release_window_pages:
             raise ValueError("release_window_pages=True must be False on a mesh")
+        if loaded.config.has_special_layers:
+            raise ValueError(
+                "mesh must be None for a model whose layers have sizes or inputs of "
+                "their own, or share K and V"
+            )
         for window in {*loaded.config.windows}:
             check_pages(mesh, page_size=config.page_size, window=window)
         if loaded.config.sinks and num_page_parts_of(mesh) > 1:

@@ -135,9 +135,18 @@ class EagleConfig:
     def layer(self) -> ModelConfig:
         """Shape of a model with the drafter's single layer."""
         target = self.target
-        if target.recurrence is not None:
+        kinds = target.attention_kinds
+        if target.has_special_layers or not all(x.has_attention for x in kinds):
             target = dataclasses.replace(
-                target, recurrence=None, other_attention=(), attention_pattern=(0,)
+                target,
+                recurrence=None,
+                other_attention=(),
+                attention_pattern=(0,),
+                residual="serial",
+                experts=None,
+                keys_are_values=False,
+                layer_input_size=0,
+                layer_scale=False,
             )
         return dataclasses.replace(
             target, num_layers=1, num_ahead_layers=0, experts=None

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from scaling.costs.activations import (
         StoredTensor,
         layer_bytes,
-        per_token,
         stored_tensors,
     )
     from scaling.costs.devices import BYTES_PER_NUMBER, Device, Precision, find_device

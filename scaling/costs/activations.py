@@ -20,7 +20,7 @@ from jaxkv import validation
 from scaling.costs.parallelism import Layout
 from scaling.shapes import HeadAttention, ModelShape
 
-type LayerSort = Literal["every", "attention", "recurrent", "dense", "mixture"]
+type TensorPlace = Literal["every", "attention", "recurrent", "dense", "mixture"]
 """Layers that have a tensor."""
 
 type Divided = Literal["sequence", "heads", "kv_heads", "no"]
@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
     name: str
     formula: str
     bytes: int | float
-    place: LayerSort
+    place: TensorPlace
     divided: Divided
 
 
@@ -77,12 +77,16 @@ def stored_tensors(
     n = model.attention.num_q_heads
     norm = functools.partial(StoredTensor, "norms", place="every", divided="sequence")
     size = model.norms_per_layer * e
+    num_branches = 1 if model.branches else 2
+    outputs = num_branches * e
     tensors = [
         norm("inputs of the norms", f"{size} h", size * h),
-        norm("outputs of the norms", f"{2 * e} h", 2 * e * h),
+        norm("outputs of the norms", f"{outputs} h", outputs * h),
     ]
     if dropout:
-        tensors.append(norm("dropout masks of the branches", "2 h", 2 * h))
+        masks = "h" if model.branches else "2 h"
+        size = num_branches * h
+        tensors.append(norm("dropout masks of the branches", masks, size))
     tensors += _attention(model, e)
     scores = functools.partial(
         StoredTensor, "scores", place="attention", divided="heads"
@@ -115,38 +119,11 @@ def layer_bytes(
       tensors: as `stored_tensors` lists them.
       model: shape of the model.
       layers: numbers of the layers.
-      layout: as for `per_token`.
-    """
-    kinds = [
-        per_token(tensors, model, layout, is_recurrent=kind) for kind in (False, True)
-    ]
-    return [
-        kinds[model.is_recurrent(layer)][model.mixture_layers[layer]]
-        for layer in layers
-    ]
-
-
-def per_token(
-    tensors: Iterable[StoredTensor],
-    model: ModelShape,
-    layout: Layout | None = None,
-    *,
-    is_recurrent: bool = False,
-) -> tuple[float, float]:
-    """Sums the tensors of a dense layer and of a layer with experts.
-
-    Args:
-      tensors: as `stored_tensors` lists them.
-      model: shape of the model.
       layout: division over devices, one device by default; context parallelism is
         not applied here.
-      is_recurrent: True for layers with a state, False for those with attention.
-
-    Returns:
-      Bytes per token on one device of a dense layer and of a layer with experts.
     """
     layout = layout or Layout()
-    sums: dict[LayerSort, float] = dict.fromkeys(get_args(LayerSort.__value__), 0.0)
+    sums: dict[TensorPlace, float] = dict.fromkeys(get_args(TensorPlace.__value__), 0.0)
     for tensor in tensors:
         parts = 1
         if tensor.divided == "kv_heads":  # fewer heads than devices are copied
@@ -156,8 +133,10 @@ def per_token(
         ):
             parts = layout.tensor
         sums[tensor.place] += tensor.bytes / parts
-    both = sums["every"] + sums["recurrent" if is_recurrent else "attention"]
-    return both + sums["dense"], both + sums["mixture"]
+    return [
+        functools.reduce(lambda x, sort: x + sums[sort], branches, sums["every"])
+        for branches in map(model.sorts_of, layers)
+    ]
 
 
 def _attention(model: ModelShape, e: int) -> Iterable[StoredTensor]:
@@ -218,14 +197,18 @@ def _experts(model: ModelShape, e: int) -> Iterable[StoredTensor]:
     def tensor(name: str, formula: str, size: int, divided: Divided) -> StoredTensor:
         return StoredTensor("experts", name, formula, size, "mixture", divided)
 
-    h = model.hidden_size
+    width = x.latent_size or model.hidden_size
+    letter = "h" if x.latent_size is None else "l"
     k = x.top_k
     inner = 2 + model.gated
     yield tensor("routing weights", "4 e", 4 * x.num_experts, "sequence")
-    yield tensor("inputs by expert", f"{e} k h", e * k * h, "no")
-    width = e * inner * k * x.size
-    yield tensor("gate, up and their product", f"{e * inner} k j", width, "heads")
-    yield tensor("outputs before weighting", f"{e} k h", e * k * h, "no")
+    if x.latent_size is not None:
+        size = 2 * e * width
+        yield tensor("latent inputs and outputs", f"{2 * e} l", size, "no")
+    yield tensor("inputs by expert", f"{e} k {letter}", e * k * width, "no")
+    size = e * inner * k * x.size
+    yield tensor("gate, up and their product", f"{e * inner} k j", size, "heads")
+    yield tensor("outputs before weighting", f"{e} k {letter}", e * k * width, "no")
     if x.shared_size:
         width = e * inner * x.shared_size
         yield tensor("the same of shared experts", f"{e * inner} js", width, "heads")

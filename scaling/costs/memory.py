@@ -176,19 +176,11 @@ def max_undivided_params(model: ModelShape, layout: Layout) -> int:
     return max(sum(w.size * times[w.place] for w in weights) for times in stages)
 
 
-def _times(model: ModelShape, layout: Layout, stage: int) -> dict[str, int]:
+def _times(model: ModelShape, layout: Layout, stage: int) -> Counter[str]:
     """Returns the number of copies of a weight in a pipeline stage, by its place."""
     layers = _layers_of(model, layout, stage)
-    return {
-        "first": 1,
-        "every": len(layers),
-        "attention": sum(not model.is_recurrent(x) for x in layers),
-        "recurrent": sum(model.is_recurrent(x) for x in layers),
-        "dense": sum(not model.mixture_layers[x] for x in layers),
-        "mixture": sum(model.mixture_layers[x] for x in layers),
-        "last": 1,
-        "ahead": 0,
-    }
+    times = Counter(sort for x in layers for sort in model.sorts_of(x))
+    return times | Counter(first=1, every=len(layers), last=1)
 
 
 def max_device_params(model: ModelShape, layout: Layout) -> DeviceParams:

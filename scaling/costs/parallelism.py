@@ -176,7 +176,8 @@ def check_layout(
     Raises:
       ValueError: a degree does not divide its size; the message has the first one.
     """
-    if model.num_recurrent_layers:
+    if model.num_recurrent_layers or model.branches:
+        layers = "recurrent layers" if model.num_recurrent_layers else "single branches"
         degrees = {
             "tensor": layout.tensor,
             "pipeline": layout.pipeline,
@@ -187,7 +188,7 @@ def check_layout(
         for name, degree in degrees.items():
             if degree > 1:
                 raise ValueError(
-                    f"{name}={degree} must be 1: the recurrent layers of {model.name} "
+                    f"{name}={degree} must be 1: the {layers} of {model.name} "
                     "are not divided"
                 )
     heads = model.attention.num_q_heads

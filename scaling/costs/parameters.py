@@ -155,7 +155,10 @@ def list_weights(model: ModelShape) -> tuple[Weight, ...]:
 
 
 def _attention(model: ModelShape) -> Iterable[Weight]:
-    place = "attention" if model.num_recurrent_layers else "every"
+    if not model.num_attention_layers:
+        return
+    is_every = model.num_attention_layers == model.num_layers
+    place = "every" if is_every else "attention"
     plain = functools.partial(Weight, "attention", place=place)
     weight = functools.partial(plain, applied=1)
     a = model.attention
@@ -259,10 +262,15 @@ def _experts(model: ModelShape) -> Iterable[Weight]:
     e = x.num_experts
     k = x.top_k
     matrices = 2 + model.gated
+    width = x.latent_size or h
+    letter = "h" if x.latent_size is None else "l"
     plain = functools.partial(Weight, "experts", place="mixture")
     weight = functools.partial(plain, applied=1)
     routed = {"stored": e, "active": k, "applied": k, "split": "experts"}
-    yield plain("routed", f"{matrices} h j", matrices * h * x.size, **routed)
+    size = matrices * width * x.size
+    yield plain("routed", f"{matrices} {letter} j", size, **routed)
+    if x.latent_size is not None:
+        yield weight("latent, down and up", "2 h l", 2 * h * width)
     yield weight("router", "e h", e * h)
     if x.gate_bias:
         yield plain("routing correction", "e", e)

@@ -52,6 +52,8 @@ def list_residuals(
         raise ValueError("residuals of recurrent layers are not listed")
     if config.latent is not None:
         raise ValueError("residuals of latent attention are not listed")
+    if config.residual == "single":
+        raise ValueError("residuals of layers with one branch are not listed")
     if config.experts is not None:
         raise ValueError("residuals of mixtures of experts are not listed")
     c = config

@@ -150,6 +150,10 @@ class RecurrentShape(ConfigRecord):
         return 2 if self.kind == "mamba2" else 3
 
 
+type LayerSort = Literal["attention", "recurrent", "dense", "mixture"]
+"""A branch of a layer: attention, a recurrent state, a dense FFN or experts."""
+
+
 class MixtureShape(ConfigRecord):
     """Mixture of experts: a token uses `top_k` routed experts, and all shared ones."""
 
@@ -159,6 +163,8 @@ class MixtureShape(ConfigRecord):
     """FFN width of a routed expert."""
     shared_size: NonNegativeInt = 0
     """FFN width of all shared experts together."""
+    latent_size: Annotated[int | None, Range(1)] = None
+    """Width of the inputs and outputs of routed experts; None: the hidden size."""
     shared_gate: bool = False
     """True if a number per token, from h weights, scales the shared part (Qwen2)."""
     router_bias: bool = False
@@ -207,6 +213,9 @@ class ModelShape(ConfigRecord):
     """Recurrent layers that some models have in place of attention."""
     recurrent_layers: tuple[bool, ...] = ()
     """Mask of the layers with `recurrent` in place of attention; empty: none."""
+    branches: tuple[LayerSort, ...] = ()
+    """The only branch of each layer (Nemotron-H), which decides the two masks above;
+    empty: a layer has attention or a state, and a dense FFN or experts."""
     tie_embeddings: bool = False
     num_ahead_layers: NonNegativeInt = 0
     """Layers for multi-token prediction, in addition to `num_layers` (DeepSeek-V3)."""
@@ -216,6 +225,12 @@ class ModelShape(ConfigRecord):
     def __post_init__(self) -> None:
         """Validates the sizes, and expands per-layer fields to one entry per layer."""
         super().__post_init__()
+        if self.branches:
+            masks = {"mixture_layers": "mixture", "recurrent_layers": "recurrent"}
+            for name, sort in masks.items():
+                mask = tuple(branch == sort for branch in self.branches)
+                object.__setattr__(self, name, mask)
+            object.__setattr__(self, "norms_per_layer", 1)
         per_layer = {
             "mixture_layers": self.mixture_layers or (self.experts is not None,),
             "windows": self.windows or (None,),
@@ -251,11 +266,19 @@ class ModelShape(ConfigRecord):
     @property
     def num_dense_layers(self) -> int:
         """Number of layers with a dense FFN."""
+        if self.branches:
+            return self.branches.count("dense")
         return self.num_layers - self.num_mixture_layers
 
-    def is_recurrent(self, layer: int) -> bool:
-        """Returns True if a layer has a state in place of attention."""
-        return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+    def sorts_of(self, layer: int) -> tuple[LayerSort, ...]:
+        """Returns the branches of a layer."""
+        if self.branches:
+            return (self.branches[layer],)
+        is_recurrent = bool(self.recurrent_layers) and self.recurrent_layers[layer]
+        return (
+            "recurrent" if is_recurrent else "attention",
+            "mixture" if self.mixture_layers[layer] else "dense",
+        )
 
     @property
     def num_recurrent_layers(self) -> int:
@@ -265,15 +288,18 @@ class ModelShape(ConfigRecord):
     @property
     def num_attention_layers(self) -> int:
         """Number of layers with K and V."""
+        if self.branches:
+            return self.branches.count("attention")
         return self.num_layers - self.num_recurrent_layers
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """Windows of the layers with attention."""
-        if not self.recurrent_layers:
-            return self.windows
-        pairs = zip(self.windows, self.recurrent_layers, strict=True)
-        return tuple(window for window, is_recurrent in pairs if not is_recurrent)
+        return tuple(
+            window
+            for layer, window in enumerate(self.windows)
+            if "attention" in self.sorts_of(layer)
+        )
 
     def over_layers(self, of_window: Callable[[int | None], int]) -> int:
         """Sums a function of a layer's window over the layers with attention."""

@@ -10,7 +10,15 @@ def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
     Args:
       config: the model config.
       name: name in tables; the model's family by default.
+
+    Raises:
+      ValueError: layers have sizes or inputs of their own, or share K and V.
     """
+    if config.has_special_layers:
+        raise ValueError(
+            f"{name or config.family}: layers with sizes or inputs of their own, or "
+            "shared K and V, are not counted"
+        )
     # Imports JAX, without which `jaxkv cost` starts.
     from jaxkv.models import NORMS
 
@@ -27,5 +35,14 @@ def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
             layer in config.recurrent_layers for layer in range(config.num_layers)
         ),
     }
+    if config.residual == "single":
+        names = {None: "attention", "mlp": "dense", "experts": "mixture"}
+        kinds = [
+            config.attention_kinds[config.kind_of(x)] for x in range(config.num_layers)
+        ]
+        parts["branches"] = tuple(
+            "recurrent" if kind.is_recurrent else names[kind.feed_forward]
+            for kind in kinds
+        )
     latent = {} if config.latent is None else vars(config.latent)
     return describe_fields({**vars(config), **latent, **parts})

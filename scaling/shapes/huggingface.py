@@ -6,7 +6,7 @@ ignored. A missing key has the default of transformers.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxkv import files, validation
@@ -23,6 +23,7 @@ from jaxkv.models import (
 from scaling.shapes.description import (
     HeadAttention,
     LatentAttention,
+    LayerSort,
     MixtureShape,
     ModelShape,
     RecurrentShape,
@@ -76,6 +77,10 @@ def describe_huggingface(raw: Mapping[str, object], *, name: str = "") -> ModelS
     raw = text_part(raw)
     kind = family_of(raw)
     family = FAMILIES[kind]
+    if family.adapt is not None:
+        raise ValueError(
+            f"model_type={kind!r} is not counted: its layers have sizes of their own"
+        )
     raw = without_aliases(family, raw)
     refuse_other_values(family, raw)
     keys = {key: x for key, x in family.keys.items() if x.fields[0] in _COUNTED_FIELDS}
@@ -86,6 +91,10 @@ def describe_huggingface(raw: Mapping[str, object], *, name: str = "") -> ModelS
     num_layers = fields["num_layers"]
     if family.has_optional_experts and fields["experts"]["num_experts"] == 0:
         del fields["experts"]
+    if family.has_single_branches:
+        fields["branches"] = _branches(raw, num_layers)
+        if "mixture" not in fields["branches"]:
+            del fields["experts"]
     if experts := fields.get("experts"):
         fields["mixture_layers"] = _mixture_layers(family, raw, experts, num_layers)
         shared_size = experts.get("num_shared", 0) * experts["size"]
@@ -93,6 +102,7 @@ def describe_huggingface(raw: Mapping[str, object], *, name: str = "") -> ModelS
     fields["windows"] = _windows(family, raw, num_layers)
     if family.has_recurrence:
         fields["recurrent"] = fields["recurrence"]
+    if family.has_recurrence and not family.has_single_branches:
         fields["recurrent_layers"] = _recurrent_layers(raw, num_layers)
     return describe_fields({**fields, "name": name or kind})
 
@@ -149,10 +159,32 @@ def _windows(
     return tuple(window if has_window else None for has_window in slides)
 
 
+_BRANCH_BY_TYPE: Mapping[str, LayerSort] = {
+    "full_attention": "attention",
+    "linear_attention": "recurrent",
+    "mlp": "dense",
+    "moe": "mixture",
+}
+"""Hugging Face's name of a layer with one branch -> the branch."""
+
+
+def _branches(raw: Mapping[str, object], num_layers: int) -> tuple[LayerSort, ...]:
+    """Returns the only branch of each layer."""
+    kinds = _layer_types(raw, num_layers, [*_BRANCH_BY_TYPE])
+    return tuple(_BRANCH_BY_TYPE[kind] for kind in kinds)
+
+
 def _recurrent_layers(raw: Mapping[str, object], num_layers: int) -> tuple[bool, ...]:
     """Returns the mask of the recurrent layers."""
+    names = ["full_attention", "linear_attention"]
+    return tuple(kind == names[1] for kind in _layer_types(raw, num_layers, names))
+
+
+def _layer_types(
+    raw: Mapping[str, object], num_layers: int, names: Sequence[str]
+) -> list[str]:
+    """Returns the checked types of the layers."""
     kinds = raw.get("layer_types")
-    names = "full_attention", "linear_attention"
     if not isinstance(kinds, list) or any(kind not in names for kind in kinds):
         raise ValueError(
             f"layer_types={validation.format_value(kinds)} must be a list of "
@@ -160,7 +192,7 @@ def _recurrent_layers(raw: Mapping[str, object], num_layers: int) -> tuple[bool,
         )
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries, not {num_layers}")
-    return tuple(kind == names[1] for kind in kinds)
+    return kinds
 
 
 def _size(raw: Mapping[str, object], key: str, default: int, low: int = 1) -> int:

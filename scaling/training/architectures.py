@@ -143,6 +143,8 @@ def resize_model[A: (ModelConfig, recurrent.RecurrentConfig)](
             raise ValueError("mixtures of experts are not sized by one dial")
         if base.latent is not None:
             raise ValueError("latent attention is not sized by one dial")
+        if base.residual == "single":
+            raise ValueError("layers with one branch are not sized by one dial")
         if base.recurrence is not None:
             raise ValueError("recurrent layers are not sized by one dial")
         nearest_shape: Any = _wide(base, num_params)

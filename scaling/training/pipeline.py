@@ -248,7 +248,7 @@ class _Run(NamedTuple):
         stage = lax.axis_index(PIPELINE)
         model, rows, first = self._begin(params, tokens)
         x = jnp.where(stage == 0, first, x)
-        states = model.run(x, rows.positions(), rows.attend, (), rows)
+        states = model.run(x, rows.positions(), rows.attend, {}, rows)
         x = states.last
 
         def of_last(x: Array) -> Array:

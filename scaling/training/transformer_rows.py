@@ -34,15 +34,18 @@ from jaxkv.models import (
     Orientation,
     Params,
     Projected,
+    QueryProjection,
     RecurrentProjection,
     RoutedExperts,
     Routing,
     balance_loss,
     embed_own_tokens,
+    empty_kv,
     expand_latent,
     expert_load,
     load_as_gradient,
     merge_ahead,
+    rotate_queries,
     run_batch,
 )
 from jaxkv.parallel import (
@@ -125,8 +128,10 @@ def run_with_ahead(
     outputs = []
     only = None
     x = model.embedded(token, positions, rows)
+    rows = model.add_layer_inputs(rows, token, x)
+    kv = empty_kv(config, tokens.shape, x.dtype)
     for index in range(1 + num_ahead):
-        layer_states = model.run(x, positions, rows.attend, (), rows, only=only)
+        layer_states = model.run(x, positions, rows.attend, kv, rows, only=only)
         states = model.final_norm(layer_states.last, rows.axis)
         logits = model.logits(states, rows)
         auxiliary = rows.auxiliary(layer_states.routings, logits.dtype)
@@ -250,17 +255,24 @@ class RowOrientation(Orientation):
         wide = np.promote_types(x.dtype, np.float32)
         return self.matmul(table, self.gather(x), dtype=wide)
 
-    def attend[C](
+    def attend(
         self,
         layer: LayerAttention,
         qkv: Projected | RecurrentProjection,
         angles: Angles | None,
-        carry: C,
-    ) -> tuple[Float[Array, "..."], C]:
-        """Attends within each sequence: a `transformer.Attend`."""
+        carry: dict[int, tuple[Array, Array]],
+    ) -> tuple[Float[Array, "..."], dict[int, tuple[Array, Array]]]:
+        """Attends within each sequence: a `transformer.Attend`.
+
+        The carry has the K and V that later layers read, see `models.empty_kv`.
+        """
         if isinstance(qkv, RecurrentProjection):
             return run_batch(qkv, self.shape, axis=self.axis), carry
-        if isinstance(qkv, LatentProjection):
+        source = self.config.kv_source(layer.kind)
+        if isinstance(qkv, QueryProjection):
+            q = rotate_queries(qkv, angles, self.axis)
+            k, v = carry[source]
+        elif isinstance(qkv, LatentProjection):
             q, k, v = expand_latent(qkv, angles, self.axis)
         else:
             split = isinstance(qkv, tuple)
@@ -268,6 +280,8 @@ class RowOrientation(Orientation):
             if angles is not None:
                 q, k = models.rotate_pair(q, k, angles, self.axis)
         heads = [x.reshape(*self.shape, -1, x.shape[-1]) for x in (q, k, v)]
+        if source in carry:
+            carry = {**carry, source: (heads[1], heads[2])}
         attend = functools.partial(
             ring_attention,
             degree=self.layout.ring,
@@ -299,11 +313,10 @@ class RowOrientation(Orientation):
             balance.append(balance_loss(routing, loads))
             if every.gate_bias:
                 carried.append(load_as_gradient(routing, loads))
-        num_mixtures = self.config.num_layers - every.num_dense_layers
         terms = [
             functools.reduce(jnp.add, parts) for parts in (balance, carried) if parts
         ]
         if self.layout.sequence:  # equal on every device
             terms = [lax.pmean(term, TENSOR) for term in terms]
-        terms[0] = terms[0] * (every.balance_weight / num_mixtures)
+        terms[0] = terms[0] * (every.balance_weight / self.config.num_mixtures)
         return functools.reduce(jnp.add, terms).astype(dtype)

@@ -28,6 +28,7 @@ FAMILIES = (
     "olmo_hybrid",
     "kimi_linear",
     "granitemoehybrid",
+    "nemotron_h",
 )
 
 

@@ -46,6 +46,17 @@ CASES = [
             "mamba_proj_bias": True,
         },
     ),
+    (
+        "nemotron_h",
+        {
+            "layers_block_type": [
+                *("linear_attention", "moe", "full_attention"),
+                *("mlp", "linear_attention"),
+            ],
+            "use_bias": True,
+            "moe_latent_size": 1024,
+        },
+    ),
     ("gpt2", {"n_layer": 3}),
     (
         "llama",
@@ -93,6 +104,8 @@ linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_conv_bia
 mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups mamba_n_heads
 mamba_proj_bias mlp_layer_types num_experts_per_token num_shared_experts
 shared_intermediate_size
+conv_kernel layers_block_type mamba_head_dim mamba_num_heads moe_latent_size
+moe_shared_expert_intermediate_size n_groups ssm_state_size use_bias use_conv_bias
 """.split()
 
 

@@ -60,6 +60,7 @@ FAMILIES = {
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
 KINDS = [*FAMILIES][[*FAMILIES].index("gpt_neox") :]
 """Families with further kinds of layers."""
@@ -233,6 +234,9 @@ def draw_hybrid(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
     names = "full_attention", "linear_attention"
     types = [*names, *[draw.one(*names) for _ in range(draw.one(0, 1, 2))]]
     types = [str(kind) for kind in draw.rng.permutation(types)]
+    if family == "nemotron_h":
+        types += [draw.one("mlp", "moe") for _ in range(draw.one(0, 1, 2))]
+        types = [str(kind) for kind in draw.rng.permutation(types)]
     num_layers = len(types)
     plain = {"rope_type": "default", "rope_theta": draw.one(1e3, 1e4)}
     part = plain | {"partial_rotary_factor": draw.one(0.25, 0.5, 1.0)}
@@ -303,8 +307,31 @@ def draw_hybrid(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
             "mamba_conv_bias": draw.chance(0.5),
             "mamba_proj_bias": draw.chance(0.5),
         },
+        "nemotron_h": {
+            "head_dim": draw.one(4, 6),
+            "layers_block_type": types,
+            "tie_word_embeddings": False,
+            "mlp_hidden_act": draw.one("relu2", "gelu"),
+            "mamba_num_heads": 4,
+            "mamba_head_dim": draw.one(4, 6),
+            "n_groups": draw.one(1, 2),
+            "ssm_state_size": draw.one(4, 6),
+            "conv_kernel": draw.one(2, 4),
+            "use_conv_bias": draw.chance(0.5),
+            "use_bias": draw.chance(0.5),
+            "time_step_min": draw.one(0.001, 0.3),
+            "n_routed_experts": 4,
+            "num_experts_per_tok": draw.one(1, 2),
+            "moe_intermediate_size": 8,
+            "moe_shared_expert_intermediate_size": draw.one(8, 12),
+            "moe_latent_size": draw.one(None, 12),
+            "n_group": draw.one(1, 2),
+            "routed_scaling_factor": draw.one(1.0, 2.5),
+        },
     }
-    return {"layer_types": types, "num_hidden_layers": num_layers} | fields[family]
+    if family != "nemotron_h":
+        fields[family]["layer_types"] = types
+    return {"num_hidden_layers": num_layers} | fields[family]
 
 
 def draw_latent(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:

@@ -234,6 +234,27 @@ def attention_kinds() -> dict[str, transformers.PretrainedConfig]:
         original_max_position_embeddings=16,
     )
     return {
+        # Heads of two sizes, keys as values, K and V of earlier layers, embeddings for
+        # each layer, and experts beside the MLP.
+        "gemma4": t.Gemma4TextConfig(
+            **BASE | dict(num_hidden_layers=4),
+            **window,
+            head_dim=10,
+            global_head_dim=14,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            layer_types=2 * ["sliding_attention", "full_attention"],
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=6,
+            vocab_size_per_layer_input=128,
+            enable_moe_block=True,
+            num_experts=6,
+            top_k_experts=2,
+            moe_intermediate_size=12,
+            final_logit_softcapping=20.0,
+            tie_word_embeddings=False,
+        ),
         # An odd number of rotary features: 12 * 0.25.
         "gpt_neox": t.GPTNeoXConfig(
             **BASE | dict(hidden_size=48, num_key_value_heads=None)
@@ -381,6 +402,27 @@ def hybrids() -> dict[str, transformers.PretrainedConfig]:
             mamba_d_head=8,
             mamba_proj_bias=True,
         ),
+        # One branch a layer.
+        "nemotron_h": t.NemotronHConfig(
+            **BASE | dict(num_hidden_layers=None, head_dim=10),
+            layers_block_type=[
+                *("linear_attention", "moe", "full_attention"),
+                *("mlp", "moe", "linear_attention"),
+            ],
+            mamba_num_heads=4,
+            mamba_head_dim=6,
+            n_groups=2,
+            ssm_state_size=5,
+            use_bias=True,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=12,
+            moe_shared_expert_intermediate_size=20,
+            moe_latent_size=20,
+            routed_scaling_factor=1.5,
+        ),
     }
 
 
@@ -393,7 +435,7 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in sorted(model.named_parameters()) + sorted(buffers):
             draw = rng.standard_normal(tuple(parameter.shape))
             if parameter.ndim == 1:  # scales of norms near 1, biases near 0
-                is_scale = "norm" in name or ".ln_" in name
+                is_scale = any(x in name for x in ("norm", ".ln_", "scal"))
                 draw = (is_scale and not name.endswith("bias")) + 0.2 * draw
             elif "position" in name or "wpe" in name:
                 draw = 0.3 * draw

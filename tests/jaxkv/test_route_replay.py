@@ -94,16 +94,24 @@ def test_replayed_experts_have_the_shares_of_their_scores() -> None:
         assert np.isnan(routing.share[2]).all()  # there is no expert 4
 
 
-def test_replay_of_the_routers_choice_changes_no_bit() -> None:
-    params = engines.params(LATE)
+@pytest.mark.parametrize(
+    "config",
+    [LATE, pytest.param(engines.SINGLE, id="single", marks=pytest.mark.thorough)],
+)
+def test_replay_of_the_routers_choice_changes_no_bit(config: ModelConfig) -> None:
+    params = engines.params(config)
     tokens = np.random.default_rng(1).integers(0, 61, (2, 40)).astype(np.int32)
-    plain = np.asarray(jaxkv.score(params, tokens, config=LATE))
-    routes = ordinary_routes(LATE, params, tokens)
+    plain = np.asarray(jaxkv.score(params, tokens, config=config))
+    routes = ordinary_routes(config, params, tokens)
     routes[1, 7:] = NO_EXPERT
-    replay = np.asarray(jaxkv.score(params, tokens, config=LATE, routes=routes))
+    replay = np.asarray(jaxkv.score(params, tokens, config=config, routes=routes))
     np.testing.assert_array_equal(replay, plain)
     routes[0, 10] = (routes[0, 10] + 1) % 4
-    other = np.asarray(jaxkv.score(params, tokens, config=LATE, routes=routes))
+    other = np.asarray(jaxkv.score(params, tokens, config=config, routes=routes))
+    if config is not LATE:
+        # Routes of the first mixture concern all later tokens, by the state after it.
+        assert np.argwhere(other != plain).tolist() == [[0, x] for x in range(11, 40)]
+        return
     # The only mixture is in the last layer, so only the next token is concerned.
     assert np.argwhere(other != plain).tolist() == [[0, 11]]
 

@@ -28,10 +28,13 @@ from jaxkv.engine.state import LENGTH_REACHED, NOT_A_NUMBER, NOT_ENDED, STOPPED
 from jaxkv.ledger import EVENTS, NO_SEQUENCE, PROGRESS
 from jaxkv.memory import Eviction, count_prefix_faults
 from jaxkv.models import (
+    AttentionKind,
+    Experts,
     Forward,
     ModelConfig,
     PagedForward,
     Params,
+    RecurrenceConfig,
     init_params,
     make_model_pages,
     param_shapes,
@@ -55,6 +58,24 @@ MODEL = ModelConfig(
     max_positions=64,
     tie_embeddings=False,
 )
+
+SINGLE = dataclasses.replace(
+    MODEL,
+    num_layers=6,
+    residual="single",
+    gated=False,
+    other_attention=(
+        AttentionKind(is_recurrent=True),
+        AttentionKind(feed_forward="experts"),
+        AttentionKind(feed_forward="mlp"),
+    ),
+    attention_pattern=(1, 2, 0, 3, 2, 1),
+    recurrence=RecurrenceConfig(
+        kind="mamba2", num_key_heads=1, num_value_heads=2, key_dim=6, value_dim=5
+    ),
+    experts=Experts(num_experts=4, top_k=2, size=12, shared_size=8, latent_size=10),
+)
+"""A model whose layers have one branch: a state, experts, attention or an MLP."""
 
 # Sixteen pages hold one sequence of `max_length`: the smallest possible pool.
 TIGHT = EngineConfig(

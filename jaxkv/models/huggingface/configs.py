@@ -110,6 +110,9 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
     experts = fields.pop("experts", None)
     if family.has_optional_experts and experts["num_experts"] == 0:
         experts = None
+    if family.has_single_branches:
+        names = [kind.feed_forward for kind in kinds]
+        experts = experts if "experts" in names else None
     if experts:
         if "topk_method" in family.keys:
             experts |= _read_groups(raw.get("topk_method"))
@@ -132,7 +135,8 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
             experts["num_dense_layers"] = num
         is_dense = experts.get("num_dense_layers", 0) >= fields["num_layers"]
         experts = None if is_dense and family.skips_ahead else Experts(**experts)
-    return ModelConfig(**fields, experts=experts)
+    config = ModelConfig(**fields, experts=experts)
+    return config if family.adapt is None else family.adapt(config, raw)
 
 
 @validation.checks_numbers(high=validation.SIZES)
@@ -201,6 +205,9 @@ def to_hf(config: ModelConfig) -> dict[str, object]:
     written: dict[str, object] = {}
     if config.activation in ACTIVATION_NAMES:
         written["activation"] = ACTIVATION_NAMES[config.activation][0]
+    if config.recurrence is not None:
+        name = config.recurrence.activation
+        written["recurrence.activation"] = ACTIVATION_NAMES[name][0]
     if (experts := config.experts) is not None:
         is_grouped = experts.num_groups > 1
         written |= {
@@ -398,7 +405,7 @@ def _checked(key: str, field: str, value: object, high: int) -> object:
     """Returns a value converted to the type of its field."""
     if field == "experts.gate_bias":
         return value == "noaux_tc"
-    if field != "activation":
+    if field not in ("activation", "recurrence.activation"):
         return values.parse_field(key, field, value, high)
     for activation, aliases in ACTIVATION_NAMES.items():
         if value in aliases:

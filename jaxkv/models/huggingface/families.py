@@ -3,6 +3,7 @@
 from jaxkv import validation
 from jaxkv.models.huggingface.dense_families import DENSE_FAMILIES
 from jaxkv.models.huggingface.family import Family
+from jaxkv.models.huggingface.gemma4 import GEMMA4
 from jaxkv.models.huggingface.hybrid_families import HYBRID_FAMILIES
 from jaxkv.models.huggingface.mixture_families import MIXTURE_FAMILIES
 
@@ -10,6 +11,7 @@ FAMILIES: dict[str, Family] = {
     **DENSE_FAMILIES,
     **MIXTURE_FAMILIES,
     **HYBRID_FAMILIES,
+    "gemma4_text": GEMMA4,
 }
 """Families that are read, written or counted; `register_family` adds to them."""
 

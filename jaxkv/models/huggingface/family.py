@@ -127,6 +127,9 @@ class Family(NamedTuple):
     """Replaces other forms of keys, nested ones for example, by those of the tables."""
     further_keys: Callable[["ModelConfig"], RawConfig] | None = None
     """Function from a `ModelConfig` to keys that other software needs in addition."""
+    adapt: Callable[["ModelConfig", Mapping[str, Any]], "ModelConfig"] | None = None
+    """Function from a model and its file to the model with sizes that differ by layer.
+    """
     recurrent_modules: Mapping[str, tuple[str, ...]] = {}
     """As `modules`, where recurrent layers differ."""
     recurrent_norm_places: Literal["before", "after", "both"] | None = None
@@ -146,6 +149,8 @@ class Family(NamedTuple):
     """First parts of the names of tensors that are not read."""
     has_optional_experts: bool = False
     """True if 0 experts mean an MLP."""
+    layer_types_key: str = "layer_types"
+    """Key of a saved file with the types of its layers."""
     ignored_rope: tuple[str, ...] = ()
     """Rotary keys without effect."""
 
@@ -153,6 +158,11 @@ class Family(NamedTuple):
     def has_recurrence(self) -> bool:
         """True if some layers may be recurrent."""
         return "recurrence.kind" in self.implied
+
+    @property
+    def has_single_branches(self) -> bool:
+        """True if a layer has one branch, see `ModelConfig.residual`."""
+        return self.implied.get("residual") == "single"
 
 
 def key(

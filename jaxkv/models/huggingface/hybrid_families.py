@@ -6,7 +6,12 @@ Functions give the rows of tensors with several parts, and replace other forms o
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxkv.models.huggingface.dense_families import DENSE_FAMILIES, LLAMA, OLMO2
+from jaxkv.models.huggingface.dense_families import (
+    DENSE_FAMILIES,
+    LLAMA,
+    OLMO2,
+    UNBIASED,
+)
 from jaxkv.models.huggingface.family import Family, RawConfig, key, keys_of
 from jaxkv.models.huggingface.mixture_families import DEEPSEEK_V2, MIXTRAL, QWEN_MOE
 from jaxkv.models.huggingface.values import MAX_LAYERS, parse_size, shorten
@@ -74,6 +79,21 @@ def _mamba_channels(config: "ModelConfig") -> Mapping[str, Sequence[int]]:
     keys = r.num_key_heads * r.key_dim
     rows = _blocks(1, x=r.num_outputs, b=keys, c=keys)
     return {"mixed": rows["c"] + rows["b"] + rows["x"]}
+
+
+def _mamba_modules(name: str) -> dict[str, tuple[str, ...]]:
+    """Returns the modules of Mamba 2, given their first part in a folder."""
+    return {
+        ".mixer.mixed": (f"{name}.in_proj:mixed",),
+        ".mixer.gate": (f"{name}.in_proj:gate",),
+        ".mixer.decay": (f"{name}.in_proj:decay",),
+        ".mixer.kernel": (f"{name}.conv1d:mixed.weight",),
+        ".mixer.kernel_bias": (f"{name}.conv1d:mixed.bias",),
+        ".mixer.decay_rate": (f"{name}.A_log",),
+        ".mixer.decay_bias": (f"{name}.dt_bias",),
+        ".mixer.skip": (f"{name}.D",),
+        ".mixer.scale": (f"{name}.norm.weight",),
+    }
 
 
 def _list_layers(
@@ -186,10 +206,8 @@ def _rewrite_kimi(raw: RawConfig) -> RawConfig:
 def _rewrite_granite(raw: RawConfig) -> RawConfig:
     """Renames old types of layers, and derives the width of a head."""
     kinds = raw.get("layer_types")
-    names = {"mamba": RECURRENT, "attention": FULL}
     if isinstance(kinds, list):
-        is_old = all(isinstance(kind, str) for kind in kinds)
-        raw["layer_types"] = [names.get(x, x) for x in kinds] if is_old else kinds
+        raw["layer_types"] = _rename_layers(kinds)
     raw = _list_layers(raw, ())
     expand = raw.pop("mamba_expand", 2)
     heads = raw.get("mamba_n_heads", 128)
@@ -226,6 +244,38 @@ def _keys_of_olmo(config: "ModelConfig") -> dict[str, object]:
     if config.rotary_kinds:
         return {}
     return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+
+
+_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+"""Letter of Nemotron-H's old pattern -> type of layer."""
+
+
+def _rewrite_nemotron(raw: RawConfig) -> RawConfig:
+    """Replaces the old pattern of layers, and derives their number from the list."""
+    dropped = *_ROTATION_KEYS, "partial_rotary_factor"  # without effect
+    raw = {name: value for name, value in raw.items() if name not in dropped}
+    pattern = raw.pop("hybrid_override_pattern", None)
+    kinds = raw.get("layer_types")
+    if kinds is None and pattern is not None:
+        if not isinstance(pattern, str) or {*pattern} - {*_PATTERN}:
+            raise ValueError(
+                f"hybrid_override_pattern={shorten(pattern)} must be of the letters "
+                f"{''.join(_PATTERN)}"
+            )
+        kinds = [_PATTERN[letter] for letter in pattern]
+    if kinds is None:
+        raise ValueError("layers_block_type is missing")
+    if isinstance(kinds, list):
+        raw["layer_types"] = _rename_layers(kinds)
+        if raw.get("num_hidden_layers") is None:
+            raw["num_hidden_layers"] = len(kinds)
+    return raw
+
+
+def _rename_layers(kinds: Sequence[object]) -> list[object]:
+    """Returns types of layers with the names of transformers 5."""
+    names = {"mamba": RECURRENT, "attention": FULL}
+    return [names.get(x, x) if isinstance(x, str) else x for x in kinds]
 
 
 _RECURRENT_KEYS = {
@@ -535,17 +585,123 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             ".mixture.down": (".block_sparse_moe.output_linear",),
             ".mixture.shared_up": (".shared_mlp.input_linear",),
             ".mixture.shared_down": (".shared_mlp.output_linear",),
-            ".mixer.mixed": (".mamba.in_proj:mixed",),
-            ".mixer.gate": (".mamba.in_proj:gate",),
-            ".mixer.decay": (".mamba.in_proj:decay",),
-            ".mixer.kernel": (".mamba.conv1d:mixed.weight",),
-            ".mixer.kernel_bias": (".mamba.conv1d:mixed.bias",),
-            ".mixer.decay_rate": (".mamba.A_log",),
-            ".mixer.decay_bias": (".mamba.dt_bias",),
-            ".mixer.skip": (".mamba.D",),
-            ".mixer.scale": (".mamba.norm.weight",),
+            **_mamba_modules(".mamba"),
         },
         recurrent_modules={".out": (".mamba.out_proj",)},
+    ),
+    "nemotron_h": LLAMA._replace(
+        architecture="NemotronHForCausalLM",
+        keys={
+            **keys_of(
+                UNBIASED,
+                "rms_norm_eps",
+                "hidden_act",
+                "tie_word_embeddings",
+                num_key_value_heads=8,
+                head_dim=128,
+                max_position_embeddings=4096,
+            ),
+            "layer_norm_epsilon": key("norm_eps", "recurrence.norm_eps", default=1e-5),
+            "mlp_hidden_act": key("activation", default="relu2"),
+            "mlp_bias": key("mlp_bias", default=False),
+            "ssm_state_size": key("recurrence.key_dim", default=128),
+            "n_groups": key("recurrence.num_key_heads", default=8),
+            "mamba_num_heads": key("recurrence.num_value_heads", default=128),
+            "mamba_head_dim": key("recurrence.value_dim", default=64),
+            "mamba_hidden_act": key("recurrence.activation", default="silu"),
+            "conv_kernel": key("recurrence.kernel_size", default=4),
+            "use_conv_bias": key("recurrence.conv_bias", default=True),
+            "use_bias": key("recurrence.projection_bias", default=False),
+            "time_step_min": key("recurrence.min_step", default=0.001),
+            "n_routed_experts": key("experts.num_experts", default=8),
+            "num_experts_per_tok": key("experts.top_k", default=2),
+            "moe_intermediate_size": key("experts.size", default=7688),
+            "moe_shared_expert_intermediate_size": key(
+                "experts.shared_size", default=7688
+            ),
+            "moe_latent_size": key("experts.latent_size"),
+            "n_group": key("experts.num_groups", default=1),
+            "topk_group": key("experts.top_groups", default=1),
+            "norm_topk_prob": key("experts.renormalise", default=True),
+            "routed_scaling_factor": key("experts.scale", default=1.0),
+        },
+        implied={
+            **LLAMA.implied,
+            "gated": False,
+            "residual": "single",
+            "positions": "none",
+            "tie_embeddings": False,
+            "recurrence.kind": "mamba2",
+            "experts.gate_bias": True,
+            "experts.scoring": "sigmoid",
+        },
+        derived=(*LLAMA.derived, "experts.latent_size"),
+        only_served={"tie_word_embeddings": False},
+        aliases={
+            "layers_block_type": "layer_types",
+            "num_local_experts": "n_routed_experts",
+            "attention_head_dim": "head_dim",
+            "norm_eps": "layer_norm_epsilon",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_dt_min": "time_step_min",
+        },
+        harmless=(
+            "attention_bias",
+            "auto_map",
+            "chunk_size",
+            "expand",
+            "mamba_chunk_size",
+            "mamba_dt_init_floor",
+            "mamba_dt_limit",
+            "mamba_dt_max",
+            "mamba_expand",
+            "mamba_proj_bias",
+            "mamba_ssm_cache_dtype",
+            "moe_shared_expert_overlap",
+            "mtp_hybrid_override_pattern",
+            "mtp_layers_block_type",
+            "n_shared_experts",
+            "num_logits_to_keep",
+            "num_nextn_predict_layers",
+            "rescale_prenorm_residual",
+            "residual_in_fp32",
+            "time_step_floor",
+            "time_step_limit",
+            "time_step_max",
+            "use_mamba_kernels",
+        ),
+        rewrite=_rewrite_nemotron,
+        layer_types_key="layers_block_type",
+        ignored=("mtp.",),
+        base="backbone.",
+        layer="backbone.layers.{}",
+        packed={
+            ".mixer.in_proj": _mamba_rows,
+            ".mixer.conv1d": _mamba_channels,
+        },
+        modules={
+            "embed": ("backbone.embeddings",),
+            "final_norm": ("backbone.norm_f",),
+            "head": ("lm_head",),
+            ".attention_norm": (".norm",),
+            ".mlp_norm": (".norm",),
+            ".qkv": (".mixer.q_proj", ".mixer.k_proj", ".mixer.v_proj"),
+            ".out": (".mixer.o_proj",),
+            ".up": (".mixer.up_proj",),
+            ".down": (".mixer.down_proj",),
+            ".mixture.router": (".mixer.gate",),
+            ".mixture.router.bias": (".mixer.gate.e_score_correction_bias",),
+            ".mixture.up": (".mixer.experts.{}.up_proj",),
+            ".mixture.down": (".mixer.experts.{}.down_proj",),
+            ".mixture.latent_down": (".mixer.fc1_latent_proj",),
+            ".mixture.latent_up": (".mixer.fc2_latent_proj",),
+            ".mixture.shared_up": (".mixer.shared_experts.up_proj",),
+            ".mixture.shared_down": (".mixer.shared_experts.down_proj",),
+            **_mamba_modules(".mixer"),
+        },
+        recurrent_modules={".out": (".mixer.out_proj",)},
     ),
 }
 """Model type -> family."""

@@ -21,9 +21,12 @@ from jaxkv.models.huggingface.values import (
     shorten,
 )
 from jaxkv.models.huggingface.windows import (
+    FEED_FORWARD,
     FULL,
     RECURRENT,
     SLIDING,
+    FeedForward,
+    read_feed_forward_layers,
     read_recurrent_layers,
     read_rotary_layers,
     read_windows,
@@ -75,14 +78,18 @@ def read_positions(
     windows = read_windows(family, raw, fields["num_layers"])
     has_rope = read_rotary_layers(family, settings, fields["num_layers"])
     recurrent = read_recurrent_layers(family, raw, fields["num_layers"])
-    layers = [*zip(recurrent, windows, has_rope, strict=True)]
+    branches = read_feed_forward_layers(family, raw, fields["num_layers"])
+    layers = [*zip(branches, recurrent, windows, has_rope, strict=True)]
     by_type = _split_rope(family, settings)
-    kinds: dict[tuple[bool, int | None, bool], AttentionKind] = {}
+    kinds: dict[tuple[FeedForward | None, bool, int | None, bool], AttentionKind] = {}
     shares = set()
     growth = set()
     for layer in layers:
-        is_recurrent, window, rotary = layer
+        branch, is_recurrent, window, rotary = layer
         if layer in kinds:
+            continue
+        if branch is not None:
+            kinds[layer] = AttentionKind(positions="none", feed_forward=branch)
             continue
         if is_recurrent:
             places = family.recurrent_norm_places
@@ -103,7 +110,9 @@ def read_positions(
     if len(shares) > 1 or len(growth) > 1:
         raise ValueError("rope_parameters must not differ in the rotary part of a head")
     # Kind 0 has attention, and all tokens and positions, if a layer has.
-    order = sorted(kinds, key=lambda key: (key[0], key[1] is not None, not key[2]))
+    order = sorted(
+        kinds, key=lambda key: (key[0] or "", key[1], key[2] is not None, not key[3])
+    )
     numbers = tuple(order.index(layer) for layer in layers)
     first, *others = (kinds[key] for key in order)
     [share] = shares
@@ -145,7 +154,12 @@ def _split_rope(
         raise ValueError(
             f"{next(iter(rope_objects))}={shorten(rope)} must be an object"
         )
-    rope = rope or (None if "rope_theta" in settings else family.rope) or {}
+    if family.rope and not rope and "rope_theta" in settings:
+        raise ValueError(
+            f"rope_theta={shorten(settings['rope_theta'])} is not supported without "
+            "rope_parameters: versions of transformers differ in its scaling"
+        )
+    rope = rope or family.rope or {}
     local = {"rope_theta": settings.get("rope_local_base_freq", family.local_theta)}
     names = {FULL, SLIDING} if family.local_theta else set()
     if nested := {*rope} & names:
@@ -194,6 +208,8 @@ def _split_rope(
 
 def _read_share(family: Family, rope: Mapping[str, Any], head_dim: int) -> float:
     """Returns the rotary part of a head."""
+    if rope.get("rope_type") == "proportional":  # pairs that do not turn
+        return 1.0
     share = rope.get("partial_rotary_factor", family.rope_share)
     share = parse_positive_number("partial_rotary_factor", share)
     if share != 1 and not family.has_partial_rope:
@@ -234,6 +250,8 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, object]:
         if "partial_rotary_factor" in rope:
             raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
         raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        if family.rope and raw["rope_scaling"] is None:  # not the family's scaling
+            raw["rope_parameters"] = _write_rope(family, kinds[0], config)
         if family.rope_kinds[-1] == "longrope" and raw["rope_scaling"]:
             raw[ORIGINAL] = rope[ORIGINAL]
     layers = range(config.num_layers)
@@ -241,8 +259,11 @@ def write_positions(family: Family, config: ModelConfig) -> dict[str, object]:
         rotary = [kinds[config.kind_of(x)].positions == "rope" for x in layers]
         raw["no_rope_layers"] = [int(x) for x in rotary]
     if family.has_recurrence:
-        recurrent = config.recurrent_layers
-        raw["layer_types"] = [RECURRENT if x in recurrent else FULL for x in layers]
+        names = {branch: name for name, branch in FEED_FORWARD.items()}
+        raw[family.layer_types_key] = [
+            RECURRENT if kind.is_recurrent else names.get(kind.feed_forward, FULL)
+            for kind in (kinds[config.kind_of(x)] for x in layers)
+        ]
         return raw
     windows = config.windows
     sizes = {window for window in windows if window is not None}

@@ -29,6 +29,7 @@ _ROPE = {
     | {"factor", "beta_fast", "beta_slow", ORIGINAL}
     | {"mscale", "mscale_all_dim", "attention_factor", "truncate"}
     | {"llama_4_scaling_beta", "max_position_embeddings"},
+    "proportional": _OF_ALL_ROPE | {"factor"},
     "longrope": _OF_ALL_ROPE
     | {"factor", "short_factor", "long_factor", "attention_factor", ORIGINAL},
 }
@@ -66,6 +67,17 @@ def read_scaling(
     )
     if kind == "longrope":
         return _read_longrope(settings, rope, original)
+    if kind == "proportional":
+        head_dim = parse_size("global_head_dim", settings["global_head_dim"])
+        share = rope.get("partial_rotary_factor", 1.0)
+        share = parse_positive_number("partial_rotary_factor", share)
+        if share > 1:
+            raise ValueError(f"partial_rotary_factor={share} must be at most 1")
+        return RopeScaling(
+            kind="proportional",
+            factor=parse_positive_number("factor", rope.get("factor", 1.0)),
+            num_pairs=int(share * head_dim // 2),
+        )
     factor = rope.get("factor")
     positions = settings.get("max_position_embeddings")
     if kind == "yarn" and factor is None and original is not None:
@@ -199,7 +211,7 @@ def write_scaling(scaling: RopeScaling) -> dict[str, object]:
             ORIGINAL: scaling.original_max_positions,
             "attention_factor": scaling.magnitude,
         }
-    elif scaling.kind != "linear":
+    elif scaling.kind == "llama3":
         rope |= {
             "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,

@@ -84,6 +84,7 @@ def list_leaves(config: ModelConfig, *, is_stacked: bool = False) -> list[Leaf]:
             modules[".mixture.router.bias"] = (".mlp.e_score_correction_bias",)
     recurrent_modules = modules | {**family.recurrent_modules}
     recurrent_layers = {*config.recurrent_layers}
+    single_layers = layers_of_keys(config)
     result = []
     for keys, spec in jax.tree_util.tree_leaves_with_path(
         transformer.param_shapes(config)
@@ -106,6 +107,8 @@ def list_leaves(config: ModelConfig, *, is_stacked: bool = False) -> list[Leaf]:
             names = tuple(f"{prefix}{name}.{suffix}" for name in places[module])
         else:
             raise ValueError(f"family={config.family!r} has no place for {module}")
+        if module == ".qkv" and path[1] in single_layers:
+            names = names[:2]
         # Shapes `[out, ...]` of the tensors.
         *lead, width = spec.shape
         shapes = [(math.prod(lead), width) if lead else (width,)]
@@ -115,15 +118,16 @@ def list_leaves(config: ModelConfig, *, is_stacked: bool = False) -> list[Leaf]:
         elif module in (".qkv", ".up", ".mixture.shared_up"):
             if module == ".qkv":
                 kv_heads, group_and_kv, head_dim, *tail_shape = spec.shape
-                row_counts = [kv_heads * (group_and_kv - 2) * head_dim]
-                row_counts += 2 * [kv_heads * head_dim]
+                num_kv = 1 if len(names) == 2 else 2
+                row_counts = [kv_heads * (group_and_kv - num_kv) * head_dim]
+                row_counts += num_kv * [kv_heads * head_dim]
             else:
                 gate_and_up, mlp_size, *tail_shape = spec.shape
                 row_counts = gate_and_up * [mlp_size]
             if len(names) == 1:
                 row_counts = [sum(row_counts)]
             shapes = [(count, *tail_shape) for count in row_counts]
-        elif module in (".q_norm", ".k_norm"):
+        elif module in (".q_norm", ".k_norm") or (module == ".q" and kind == "bias"):
             shapes = [(math.prod(spec.shape),)]
         elif module == ".mixer.mixed" and len(names) > 1:
             shapes = [(size, width) for size in _channel_counts(config)]
@@ -149,6 +153,15 @@ def list_leaves(config: ModelConfig, *, is_stacked: bool = False) -> list[Leaf]:
             )
         )
     return result
+
+
+def layers_of_keys(config: ModelConfig) -> set[int]:
+    """Returns the layers whose keys are also their values."""
+    kinds = config.attention_kinds
+    layers = config.attention_layers
+    return {
+        x for x in layers if config.of_kind(kinds[config.kind_of(x)]).keys_are_values
+    }
 
 
 def _channel_counts(config: ModelConfig) -> list[int]:
@@ -274,11 +287,15 @@ def join_tensors(leaf: Leaf, parts: Sequence[np.ndarray]) -> np.ndarray:
         qk, v = np.split(rows.reshape(leaf.shape), [group_and_kv - 1], axis=1)
     else:
         num_k = kv_heads * head_dim
-        q, k, v = (
+        # Without values if they are the keys.
+        num_kv = 1 if len(leaf.names) == 2 else 2
+        ends = [len(rows) - num * num_k for num in range(num_kv, 0, -1)]
+        q, k, *values = (
             part.reshape(kv_heads, -1, head_dim, *tail_shape)
-            for part in np.split(rows, [len(rows) - 2 * num_k, len(rows) - num_k])
+            for part in np.split(rows, ends)
         )
         qk = np.concatenate([q, k], axis=1)
+        v = values[0] if values else qk[:, :0]
     qk = _reorder(qk.reshape(-1, *tail_shape), leaf.head_order)
     qk = qk.reshape(kv_heads, -1, head_dim, *tail_shape)
     return np.concatenate([qk, v], axis=1)
@@ -301,12 +318,13 @@ def split_parameter(leaf: Leaf, array: np.ndarray) -> list[np.ndarray]:
     order = None if order is None else tuple(np.argsort(order).tolist())
     if leaf.path[-2] == "qkv":
         tail_shape = leaf.shape[3:]
-        qk, v = np.split(array, [leaf.shape[1] - 1], axis=1)
+        has_values = len(leaf.names) != 2
+        qk, v = np.split(array, [leaf.shape[1] - has_values], axis=1)
         qk = _reorder(qk.reshape(-1, *tail_shape), order)
         qk = qk.reshape(leaf.shape[0], -1, leaf.shape[2], *tail_shape)
         heads = [np.concatenate([qk, v], axis=1)]
         if not leaf.is_by_head:
-            heads = [qk[:, :-1], qk[:, -1:], v]
+            heads = [qk[:, :-1], qk[:, -1:], *([v] if has_values else [])]
         rows = np.concatenate([part.reshape(-1, *tail_shape) for part in heads])
     else:
         rows = _reorder(array.reshape(-1, *plain[0][1:]), order)
@@ -394,6 +412,13 @@ def canonical_names(config: ModelConfig, names: Iterable[str]) -> dict[str, str]
         places = canonical_names(config, plain)
         return {name: plain[place] for name, place in places.items()}
     embed, head = embed_and_head(config)
+    unused = [
+        f"{family.layer.format(layer)}{module}."
+        for layer in range(config.num_layers)
+        if config.attention_kinds[config.kind_of(layer)].shares_kv
+        for module in (*family.modules[".qkv"][1:], *family.modules[".k_norm"])
+    ]
+    names = [name for name in names if not name.startswith(tuple(unused))]
     if family.skips_ahead:
         prefix, _, _ = family.layer.partition("{}")
         is_later = lambda name: (  # noqa: E731

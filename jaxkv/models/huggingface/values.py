@@ -37,8 +37,12 @@ _REAL_FIELDS = (
     "experts.scale",
     "experts.balance_weight",
     "experts.bias_rate",
+    "recurrence.min_step",
 )
-_FIELDS_FROM_ZERO = ("num_ahead_layers", "experts.num_dense_layers")
+_FIELDS_FROM_ZERO = (
+    *("num_ahead_layers", "layer_input_size"),
+    "experts.num_dense_layers",
+)
 """Fields that are flags, numbers, and counts from 0; all other fields are sizes."""
 
 
@@ -58,7 +62,11 @@ def parse_field(
         return parse_size(
             key, value, low=0 if field in _FIELDS_FROM_ZERO else 1, high=high
         )
-    may_be_zero = field in ("experts.balance_weight", "experts.bias_rate")
+    may_be_zero = field in (
+        "experts.balance_weight",
+        "experts.bias_rate",
+        "recurrence.min_step",
+    )
     if may_be_zero and type(value) in (int, float) and value == 0:
         return 0.0
     return parse_positive_number(key, value)

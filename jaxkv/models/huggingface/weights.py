@@ -2,6 +2,10 @@
 
 The name, type and shape of every tensor are checked before use. Files are never
 unpickled.
+
+Weights in 4 bits with a scale for each 32 of them (MXFP4) are those of gpt-oss. Source:
+OCP Microscaling Formats, version 1.0, sections 5.3.3 and 6.3; the order of the numbers
+in a byte is that of gpt-oss's published weights.
 """
 
 import json
@@ -15,14 +19,13 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float, UInt8
 
 from jaxkv import validation
 from jaxkv.arrays import ArrayOrShape
 from jaxkv.files import read_json, reporting_errors
 from jaxkv.models import param_forms, transformer
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.huggingface import mxfp4
 from jaxkv.models.huggingface import tensors as huggingface_tensors
 from jaxkv.models.huggingface.families import FAMILIES
 from jaxkv.models.huggingface.tensors import (
@@ -49,6 +52,14 @@ INDEX = "model.safetensors.index.json"
 STORED_TYPES = ("F32", "BF16", "F16", "F64")
 SCALE_SUFFIX = "_scale_inv"
 """Suffix of the scales of a tensor in 8 bits."""
+BLOCKS_SUFFIX = "_blocks"
+SCALES_SUFFIX = "_scales"
+"""Suffixes of the two tensors of a packed one."""
+PACKED_BLOCK = 32
+"""Numbers of a block, which have one scale."""
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = np.asarray([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
 
 
 def load_params(
@@ -112,10 +123,10 @@ def load_params(
         for name, shape in expected.items()
         if name + SCALE_SUFFIX in file_names
     }
-    packed = [name for name in expected if name + mxfp4.BLOCKS_SUFFIX in file_names]
-    suffixes = mxfp4.BLOCKS_SUFFIX, mxfp4.SCALES_SUFFIX
+    packed = [name for name in expected if name + BLOCKS_SUFFIX in file_names]
+    suffixes = BLOCKS_SUFFIX, SCALES_SUFFIX
     for name in packed:
-        shapes = mxfp4.packed_shapes(expected.pop(name))
+        shapes = packed_shapes(expected.pop(name))
         expected |= {f"{name}{end}": x for end, x in zip(suffixes, shapes, strict=True)}
     _check_tensors(folder, expected, tensors, file_names)
 
@@ -225,10 +236,39 @@ def _read_packed(
 ) -> np.ndarray:
     """Reads weights in 4 bits from their blocks and scales."""
     parts = [tensors[name][1].get_tensor(name) for name in names]
-    array = _cast(mxfp4.dequantize_mxfp4(*parts), dtype, names[0])
+    array = _cast(dequantize_mxfp4(*parts), dtype, names[0])
     if not _is_finite(array):
         raise ValueError(f"{tensors[names[0]][0]}: {names[1]} holds infinite scales")
     return array
+
+
+def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes of blocks and scales of a tensor `[experts, in, out]`.
+
+    Raises:
+      ValueError: the inputs are not a multiple of `PACKED_BLOCK`.
+    """
+    num_experts, inputs, outputs = shape
+    if inputs % PACKED_BLOCK:
+        raise ValueError(f"{inputs=} of packed weights must be a multiple of 32")
+    scales = num_experts, outputs, inputs // PACKED_BLOCK
+    return (*scales, PACKED_BLOCK // 2), scales
+
+
+def dequantize_mxfp4(
+    blocks: UInt8[np.ndarray, "experts outputs blocks half"],
+    scales: UInt8[np.ndarray, "experts outputs blocks"],
+) -> Float[np.ndarray, "experts inputs outputs"]:
+    """Returns the numbers of packed weights in float32.
+
+    A byte has two numbers, the first one in its lower half: a sign, two bits of an
+    exponent and one of a mantissa. A scale is a power of two with a bias of 127.
+    """
+    numbers = np.stack([_VALUES[blocks & 15], _VALUES[blocks >> 4]], axis=-1)
+    numbers = numbers.reshape(*scales.shape, PACKED_BLOCK)
+    powers = scales.astype(np.int32) - 127
+    rows = np.ldexp(numbers, powers[..., None]).reshape(*scales.shape[:2], -1)
+    return rows.swapaxes(1, 2)
 
 
 def _read_fp8(path: Path, name: str) -> np.ndarray:
@@ -274,7 +314,7 @@ def _check_tensors(
                 f"config.json asks for {shape}"
             )
         types = ("F8_E4M3",) if full_name + SCALE_SUFFIX in expected else STORED_TYPES
-        if full_name.endswith((mxfp4.BLOCKS_SUFFIX, mxfp4.SCALES_SUFFIX)):
+        if full_name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX)):
             types = ("U8",)
         if view.get_dtype() not in types:
             raise ValueError(

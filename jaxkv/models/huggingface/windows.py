@@ -4,7 +4,7 @@ They are sliding windows, and layers without positions.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxkv.models.huggingface.family import Family
 from jaxkv.models.huggingface.values import parse_flag, parse_size, shorten
@@ -14,8 +14,11 @@ WINDOW_KEYS = frozenset(("sliding_window", "max_window_layers"))
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 """Hugging Face's names of layers, without and with a window."""
+type FeedForward = Literal["mlp", "experts"]
 RECURRENT = "linear_attention"
 """Hugging Face's name of recurrent layers."""
+FEED_FORWARD: Mapping[str, FeedForward] = {"mlp": "mlp", "moe": "experts"}
+"""Hugging Face's name of layers without attention -> `AttentionKind.feed_forward`."""
 
 
 def read_windows(
@@ -73,7 +76,9 @@ def _read_sliding_layers(
                 period = parse_size(key, raw[key])
         period = {"pattern": period, "even": 2}.get(rule)
         return [x >= first and (period is None or (x + 1) % period > 0) for x in layers]
-    names = (FULL, RECURRENT if family.has_recurrence else SLIDING)
+    names = [FULL, RECURRENT if family.has_recurrence else SLIDING]
+    if family.has_single_branches:
+        names += FEED_FORWARD
     if not isinstance(kinds, list) or any(kind not in names for kind in kinds):
         raise ValueError(
             f"layer_types={shorten(kinds)} must be a list of {' and '.join(names)}"
@@ -110,6 +115,15 @@ def read_recurrent_layers(
     if FULL not in kinds:
         raise ValueError(f"layer_types={shorten(kinds)} must have a layer of {FULL}")
     return [kind == RECURRENT for kind in kinds]
+
+
+def read_feed_forward_layers(
+    family: Family, raw: Mapping[str, Any], num_layers: int
+) -> list[FeedForward | None]:
+    """Returns `AttentionKind.feed_forward` of each layer; as the function above."""
+    if not family.has_single_branches:
+        return [None] * num_layers
+    return [FEED_FORWARD.get(kind) for kind in raw["layer_types"]]
 
 
 def read_rotary_layers(

@@ -83,6 +83,8 @@ class Orientation:
     routes: Int[Array, "rows mixtures top_k"] | None = None
     """Experts to use in place of the router's choice, see `moe.route`; None uses none.
     """
+    layer_inputs: Float[Array, "layers _ _"] | None = None
+    """Embeddings of the rows for each layer, see `ModelConfig.layer_input_size`."""
     axis: ClassVar[int] = -2
     """Axis of the features, counted from the end; the axis of heads precedes it."""
 

@@ -31,6 +31,13 @@ class Norm(nnx.Module):
         return nonlinear.norm(x, scale, bias, kind=self.kind, eps=self.eps, axis=axis)
 
 
+class Scale(nnx.Module):
+    """Factors, 1 at first: of a layer's output, of features, or of experts."""
+
+    def __init__(self, size, *, axis=None, dtype):
+        self.scale = nnx.Param(jnp.ones((size,), dtype), axes=(axis,))
+
+
 class HeadsNorm(nnx.Module):
     """An RMS norm over all heads of a row, which devices may divide."""
 

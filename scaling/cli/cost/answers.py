@@ -117,6 +117,7 @@ def _mixture(case: CostCase) -> str:
         model,
         experts=MixtureShape(num_experts=8, top_k=2, size=model.mlp_size),
         mixture_layers=(True,),
+        branches=_exchange(model.branches, "dense", "mixture"),
     )
     now = count_parameters(model)
     then = count_parameters(mixed)
@@ -136,7 +137,12 @@ def _real_mixture(case: CostCase) -> str:
     assert x is not None
     size = x.top_k * x.size + x.shared_size
     plain = dataclasses.replace(
-        model, experts=None, mlp_size=size, mixture_layers=(), num_ahead_layers=0
+        model,
+        experts=None,
+        mlp_size=size,
+        mixture_layers=(),
+        branches=_exchange(model.branches, "mixture", "dense"),
+        num_ahead_layers=0,
     )
     now = count_parameters(model)
     dense = count_parameters(plain)
@@ -150,6 +156,11 @@ def _real_mixture(case: CostCase) -> str:
         "decode step reads the experts to which its batch is routed: few for one "
         f"sequence, and nearly all for a moderate batch. {_where(model, case)}"
     )
+
+
+def _exchange[T](values: tuple[T, ...], old: T, new: T) -> tuple[T, ...]:
+    """Returns values with `old` replaced by `new`."""
+    return tuple(new if x == old else x for x in values)
 
 
 def _growth(before: ModelShape, after: ModelShape, case: CostCase) -> str:

@@ -12,7 +12,6 @@ from scaling.costs import (
     forward_terms,
     layer_bytes,
     list_weights,
-    per_token,
     place_counts,
     total_flops,
     training_memory,
@@ -67,6 +66,7 @@ def symbols(case: CostCase) -> list[tuple[str, int, str]]:
             ("e", x.num_experts, "routed experts"),
             ("k", x.top_k, "experts of a token"),
             ("j", x.size, "FFN width of an expert"),
+            ("l", x.latent_size or 0, "width of the inputs of experts"),
             ("js", x.shared_size, "FFN width of all shared experts"),
         ]
     rows.append(("v", model.vocab_size, "vocabulary"))
@@ -86,6 +86,8 @@ def _shape(case: CostCase) -> Sheet:
             f"{model.num_recurrent_layers} of {model.num_layers} layers have a state "
             "in place of K and V."
         )
+    if model.branches:
+        notes.append("A layer has one branch.")
     if model.num_mixture_layers not in (0, model.num_layers):
         notes.append(f"{model.num_mixture_layers} layers are mixtures.")
     return Sheet(model.name, ("symbol", "value", "meaning"), rows, " ".join(notes))
@@ -217,6 +219,7 @@ def one_layer(case: CostCase) -> dict[str, int | float]:
         windows=model.windows[-1:],
         mixture_layers=model.mixture_layers[-1:],
         recurrent_layers=model.recurrent_layers[-1:],
+        branches=model.branches[-1:],
         num_ahead_layers=0,
     )
     places = place_counts(last) | {"first": 0, "last": 0}
@@ -260,14 +263,19 @@ def _activations(case: CostCase) -> Sheet:
         for x in tensors
     ]
     model = case.model
-    dense, mixed = per_token(tensors, model)
-    if model.num_dense_layers:
-        rows.append(("a layer", "", "", f"{dense:,.0f}", ""))
-    if model.num_mixture_layers:
-        rows.append(("a mixed layer", "", "", f"{mixed:,.0f}", ""))
-    if model.num_recurrent_layers:
-        dense, mixed = per_token(tensors, model, is_recurrent=True)
-        size = mixed if model.num_mixture_layers else dense
-        rows.append(("a recurrent layer", "", "", f"{size:,.0f}", ""))
+    names = {
+        "attention": "an attention layer",
+        "recurrent": "a recurrent layer",
+        "dense": "an FFN layer",
+        "mixture": "a mixed layer",
+    }
+    sizes = {}
+    for layer, size in enumerate(layer_bytes(tensors, model, range(model.num_layers))):
+        first, *second = model.sorts_of(layer)
+        name = names[first]
+        if second and first == "attention":
+            name = "a layer" if second == ["dense"] else "a mixed layer"
+        sizes[name] = size
+    rows += [(name, "", "", f"{size:,.0f}", "") for name, size in sizes.items()]
     heads = ("tensor", "part", "per token", "bytes", "divided by")
     return Sheet("activations that a layer keeps for the backward pass", heads, rows)

@@ -30,6 +30,8 @@ from tests.support.engines import CACHED, TIGHT, Ask, Run
 
 def model_of(kind: Any) -> ModelConfig:
     """Returns a model with recurrent layers before and after one with attention."""
+    if kind == "single":
+        return engines.SINGLE
     recurrence = RecurrenceConfig(
         kind=kind, num_key_heads=1, num_value_heads=2, key_dim=6, value_dim=5
     )
@@ -43,6 +45,7 @@ def model_of(kind: Any) -> ModelConfig:
     )
 
 
+SLOW = pytest.mark.slow
 GDN = model_of("gdn")
 CHECKPOINTED = dataclasses.replace(CACHED, state_interval=8)
 
@@ -67,7 +70,7 @@ def test_answers_equal_whole_sequences_with_checkpoints_and_preemptions() -> Non
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "kind", ["gdn", "mamba2", pytest.param("kda", marks=pytest.mark.slow)]
+    "kind", ["gdn", "single", *(pytest.param(x, marks=SLOW) for x in ("mamba2", "kda"))]
 )
 def test_swapped_groups_keep_their_states(kind: str) -> None:
     config = dataclasses.replace(CHECKPOINTED, max_swap_pages=16)
@@ -128,8 +131,9 @@ def test_beams_continue_from_the_states_of_their_parents() -> None:
     "kind",
     [
         "gdn",
-        pytest.param("kda", marks=pytest.mark.slow),
-        pytest.param("mamba2", marks=pytest.mark.slow),
+        pytest.param("kda", marks=SLOW),
+        pytest.param("mamba2", marks=SLOW),
+        pytest.param("single", marks=SLOW),
     ],
 )
 def test_no_bit_depends_on_batch_chunks_hits_and_preemptions(kind: str) -> None:

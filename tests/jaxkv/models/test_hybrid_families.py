@@ -34,9 +34,10 @@ from scaling.costs import (
 from scaling.shapes import describe_config, load_shape
 from tests.support.folders import GOLDEN
 
-NAMES = "qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "granitemoehybrid"
-
-
+NAMES = (
+    *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"),
+    *("granitemoehybrid", "nemotron_h"),
+)
 PEER = os.environ.get("JAXKV_PEER_PYTHON")
 
 
@@ -48,8 +49,9 @@ def raw_of(name: str) -> dict[str, Any]:
 def test_folders_are_saved_as_they_load(name: str, tmp_path: Path) -> None:
     loaded = load_model(GOLDEN / name)
     config = loaded.config
-    assert config.recurrent_layers == (0, 2)
-    assert config.attention_layers == (1,)
+    is_single = name == "nemotron_h"
+    assert config.recurrent_layers == ((0, 5) if is_single else (0, 2))
+    assert config.attention_layers == ((2,) if is_single else (1,))
     folder = save_model(tmp_path / name, config, loaded.params, max_shard_bytes=20_000)
     again = load_model(folder)
     assert again.config == config
@@ -78,7 +80,9 @@ def test_counts_are_those_of_the_arrays(name: str) -> None:
     assert term.flops == 2 * 2 * 5 * products
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "kimi_linear", "granitemoehybrid", "nemotron_h"]
+)
 def test_the_costs_of_a_folder_show_its_states(name: str) -> None:
     options = CostOptions(sequence=64)
     output = count_costs(str(GOLDEN / name), options)
@@ -88,9 +92,9 @@ def test_the_costs_of_a_folder_show_its_states(name: str) -> None:
     assert output.document["state_bytes_per_sequence"] == num_bytes
     # A recurrent layer keeps other tensors than one with attention.
     tensors = stored_tensors(shape, sequence=64)
-    sizes = layer_bytes(tensors, shape, range(3))
-    assert sizes[0] == sizes[2] or name == "kimi_linear"  # its first layer is dense
-    assert sizes[1] != sizes[2]
+    sizes = layer_bytes(tensors, shape, range(shape.num_layers))
+    assert sizes[0] == sizes[-1] or name == "kimi_linear"  # its first layer is dense
+    assert sizes[1] != sizes[-1]
     kept = output.document["memory_bytes"]["activations"]
     assert kept == pytest.approx(64 * sum(sizes))
     with pytest.raises(ValueError, match="tensor=2 must be 1: the recurrent layers of"):
@@ -133,6 +137,62 @@ def test_parts_of_one_tensor_are_taken_apart() -> None:
     np.testing.assert_array_equal(mixer["mixed"]["weight"], np.concatenate([c, b, x]))
     x, b, c = np.split(tensors["model.layers.0.mamba.conv1d.bias"], [32, 44])
     np.testing.assert_array_equal(mixer["kernel_bias"], np.concatenate([c, b, x]))
+
+
+def test_a_layer_of_nemotron_has_one_branch() -> None:
+    config = read_config(GOLDEN / "nemotron_h")
+    kinds = [config.attention_kinds[config.kind_of(x)] for x in range(6)]
+    branches = [None, "experts", None, "mlp", "experts", None]
+    assert [kind.feed_forward for kind in kinds] == branches
+    assert config.num_mixtures == 2
+    assert config.has_feed_forward(1)
+    assert not config.has_feed_forward(2)
+    layers = load_model(GOLDEN / "nemotron_h").params["layers"]
+    assert [x for x in layers if "out" in layers[x]] == [0, 2, 5]
+    assert [x for x in layers if "up" in layers[x]] == [3]
+    for layer in layers.values():
+        assert len({"attention_norm", "mlp_norm"} & layer.keys()) == 1
+    shape = describe_config(config)
+    assert shape.branches == (
+        *("recurrent", "mixture", "attention"),
+        *("dense", "mixture", "recurrent"),
+    )
+    assert shape.norms_per_layer == 1
+    for message, change in (
+        ("residual='serial' must be 'single'", {"residual": "serial"}),
+        ("experts=None must be set exactly", {"experts": None}),
+        ("num_ahead_layers=1 must be 0", {"num_ahead_layers": 1}),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            dataclasses.replace(config, **change)
+    with pytest.raises(ValueError, match="feed_forward='mlp' must be None in recurr"):
+        dataclasses.replace(kinds[0], feed_forward="mlp")
+
+
+def test_old_cards_of_nemotron_are_those_of_transformers_5() -> None:
+    raw = raw_of("nemotron_h")
+    expected = configs.from_hf(raw)
+    del raw["layers_block_type"]
+    old = raw | {
+        "hybrid_override_pattern": "ME*-EM",
+        "num_hidden_layers": 6,
+        "attention_head_dim": raw.pop("head_dim"),
+        "norm_eps": raw["layer_norm_epsilon"],
+        "rope_theta": 10000,
+        "partial_rotary_factor": 1.0,
+        "time_step_limit": [0.0, math.inf],
+        "time_step_rank": None,
+        "tie_word_embeddings": False,
+    }
+    assert configs.from_hf(old) == expected
+    named = raw | {"head_dim": 10, "layers_block_type": ["mamba", "attention", "mlp"]}
+    config = configs.from_hf(named)
+    assert config.experts is None
+    assert config.num_layers == 3
+    assert configs.from_hf(configs.to_hf(config)) == config
+    slow = configs.from_hf(named | {"time_step_min": 0}).recurrence
+    assert slow is not None
+    assert slow.min_step == 0
 
 
 def rename(folder: Path, new_names: dict[str, str]) -> int:
@@ -297,6 +357,20 @@ def test_the_text_part_of_a_model_with_images_is_read(tmp_path: Path) -> None:
                 "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1]},
             },
             "must have each of num_hidden_layers=3 once",
+        ),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings=True is"),
+        ("nemotron_h", {"num_hidden_layers": 3}, "layer_types names 6 layers of 3"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True: experts have no biases"),
+        (
+            "nemotron_h",
+            {"layers_block_type": None, "hybrid_override_pattern": "MX"},
+            "hybrid_override_pattern='MX' must be of the letters M*-E",
+        ),
+        ("nemotron_h", {"layers_block_type": None}, "layers_block_type is missing"),
+        (
+            "nemotron_h",
+            {"layers_block_type": ["mamba", "moe"]},
+            "must have a layer of full_attention",
         ),
         ("granitemoehybrid", {"mamba_expand": 3}, "mamba_d_head=8 must be mamba_exp"),
         ("granitemoehybrid", {"time_step_limit": [1.0]}, "must be a list of two"),

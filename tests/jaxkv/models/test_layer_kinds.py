@@ -27,7 +27,7 @@ from jaxkv.models import (
     rotary,
 )
 from jaxkv.models.config import RopeScaling
-from jaxkv.models.huggingface import configs, mxfp4
+from jaxkv.models.huggingface import configs, weights
 from tests.support import engines
 from tests.support.folders import GOLDEN
 
@@ -87,7 +87,7 @@ def test_an_engine_serves_windows_and_sinks_in_small_pages(name: str) -> None:
     )
     asks = [prompt, prompt + greedy[:9], prompt + greedy[:17]]
     for _ in range(2):  # the second time from cached pages
-        answers = engine.generate(asks, jaxkv.Sampling(temperature=0, max_tokens=24))
+        answers = engine.generate(asks, jaxkv.Sampling(temperature=0.0, max_tokens=24))
         for answer, first in zip(answers, (0, 9, 17), strict=True):
             assert list(answer.tokens) == greedy[first : first + 24]
 
@@ -244,4 +244,4 @@ def test_weights_in_four_bits_load_as_their_numbers(tmp_path: Path) -> None:
     plain, loaded = (load_model(tmp_path / x).params for x in ("plain", "packed"))
     jax.tree.map(np.testing.assert_array_equal, loaded, plain)
     with pytest.raises(ValueError, match="inputs=20 of packed weights must be a mul"):
-        mxfp4.packed_shapes((2, 20, 4))
+        weights.packed_shapes((2, 20, 4))

@@ -12,9 +12,9 @@ from jaxkv.models import ModelConfig, layers, param_shapes
 from scaling import shapes
 from scaling.costs import (
     check_layout,
+    layer_bytes,
     list_residuals,
     parse_layout,
-    per_token,
     stored_tensors,
     total_residual_bytes,
 )
@@ -70,11 +70,11 @@ def test_a_gpt_layer_with_dropout(
 
 def test_a_llama_layer_in_tiles() -> None:
     tensors = stored_tensors(LLAMA, sequence=4096)
-    dense, _ = per_token(tensors, LLAMA)
+    [dense] = layer_bytes(tensors, LLAMA, [0])
     assert dense == 131_584 + 128
     # With stored attention weights: two more bytes per head and pair, no log-sum-exp.
     tensors = stored_tensors(LLAMA, sequence=4096, flash=False)
-    dense, _ = per_token(tensors, LLAMA)
+    [dense] = layer_bytes(tensors, LLAMA, [0])
     assert dense == 131_584 + 2 * 32 * 4096
 
 
