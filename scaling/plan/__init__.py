@@ -22,10 +22,8 @@ if TYPE_CHECKING:
         Count,
         Design,
         DesignFamily,
-        DesignGrid,
         best_design,
-        design_at,
-        make_grid,
+        design_ladder,
         max_vocab_size,
         nearest_design,
     )

@@ -151,7 +151,7 @@ def total_cost(
         if budget is not None:
             return (budget - serving) / (6 * flop_cost * sizes)
         assert target_loss is not None
-        return tokens_for_loss(powers, sizes, target_loss)
+        return tokens_for_loss(powers, np.asarray(sizes), target_loss)
 
     ends, costs = _find_segments(ladder, top)
     low, high = ends[:, :1], ends[:, 1:]
@@ -208,7 +208,9 @@ def ladder_cost(ladder: ServingLadder, num_params: Amount) -> Any:
 
 
 @validation.checks_numbers(target_loss=LOSSES)
-def tokens_for_loss(powers: TwoPowers, num_params: Amount, target_loss: float) -> Any:
+def tokens_for_loss(
+    powers: TwoPowers, num_params: Float[np.ndarray, "..."], target_loss: float
+) -> Float[np.ndarray, "..."]:
     """Returns the training tokens with which sizes reach a loss; infinity if none do.
 
     `D = (B / ((L - floor)^(1 / outer) - A / N^alpha))^(1 / beta)`.
@@ -222,9 +224,8 @@ def tokens_for_loss(powers: TwoPowers, num_params: Amount, target_loss: float) -
         raise ValueError(
             f"{target_loss=:g} must be above the floor, {powers.floor:.6g}"
         )
-    sizes = np.asarray(num_params, float)
     room = (target_loss - powers.floor) ** (1 / powers.outer)
-    left = room - powers.A * sizes**-powers.alpha
+    left = room - powers.A * num_params**-powers.alpha
     with np.errstate(all="ignore"):
         tokens = (powers.B / np.maximum(left, 0.0)) ** (1 / powers.beta)
     return np.where(left > 0, tokens, np.inf)

@@ -57,7 +57,12 @@ def resolve_plan_case(options: PlanOptions) -> PlanCase:
     count = options.count or loss_model.count or "total"
     case = PlanCase(
         loss_model=loss_model,
-        family=DesignFamily(**shared, count=count, attention=options.attention),
+        family=DesignFamily(
+            **shared,
+            count=count,
+            attention=options.attention,
+            queries_per_kv=options.queries_per_kv,
+        ),
         offers=offers,
         flops=flops,
         mfu=options.mfu,

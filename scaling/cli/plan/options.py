@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from jaxkv.cli import describe_default, refuse_outside
 from jaxkv.validation import ConfigRecord
-from scaling.cli.simulate.options import parse_objectives
+from scaling.cli.simulate import parse_objectives
 
 MIN_VALUE = 1e-6
 MAX_VALUE = 1e40
@@ -84,6 +84,10 @@ class PlanOptions(ConfigRecord):
         int | None, describe_default("that of the sweep of --law, or 4,096")
     ] = None
     """Tokens of a training sequence."""
+    queries_per_kv: Annotated[
+        int | None, describe_default("8 KV heads from 32 query heads on")
+    ] = None
+    """Query heads that share a KV head."""
     tie_embeddings: bool = False
     """Tie the head to the embedding; also the default after a sweep of such models."""
     attention: Literal["full", "causal"] = "full"

@@ -34,27 +34,19 @@ from scaling.plan import (
     HOUR_S,
     CostOptimum,
     CostSpread,
-    Design,
-    DesignFamily,
     PlanCase,
     ServingLadder,
     cheapest_model,
-    design_at,
+    design_ladder,
     ladder_cost,
     loss_interval,
-    make_grid,
     make_loss_model,
     total_cost,
     total_cost_spread,
 )
 
-_NUM_SIZES = 64
-_SPAN = 200.0
-"""Sizes of the ladder, and its largest over its smallest."""
 _BEYOND = 1.1
 """Largest size of the ladder over the compute optimum."""
-_NEAR = 0.02
-"""Relative distance of designs that count as one size."""
 
 
 class TotalPlan(NamedTuple):
@@ -103,7 +95,7 @@ def find_total_plan(options: PlanOptions, case: PlanCase) -> TotalPlan:
         aim["target_loss"] = case.target_loss
     laws = _resampled_laws(case)
     free = case.allocate()
-    designs = make_ladder(case.family, _BEYOND * free.num_params)
+    designs = design_ladder(case.family, _BEYOND * free.num_params)
     calibration = load_loops(options.coefficients or PUBLISHED_LOOPS)
     sizes = serve_designs(
         designs,
@@ -166,38 +158,6 @@ def find_flop_costs(case: PlanCase) -> dict[CostUnit, float | None]:
         usd = offer.usd_per_hour / HOUR_S / rate
     watts = predict_training_watts(find_device(offer.name), case.mfu)
     return {"usd": usd, "joules": watts / rate if watts > 0 else None}
-
-
-def make_ladder(family: DesignFamily, largest: float) -> list[Design]:
-    """Returns designs of ascending sizes up to a largest one.
-
-    Of the designs within 2 % of a size it has the one with the fewest layers, which
-    serves fastest.
-
-    Args:
-      family: family of the designs.
-      largest: parameters of the largest design, about.
-
-    Raises:
-      ValueError: it is outside the sizes of the family.
-    """
-    grid = make_grid(family)
-    bounds = int(grid.num_params.min()), int(grid.num_params.max())
-    if not bounds[0] < largest <= bounds[1]:
-        raise ValueError(
-            f"a model of {largest:.4g} parameters must be in [{bounds[0]:,}, "
-            f"{bounds[1]:,}], the sizes of all designs"
-        )
-    designs = {}
-    for size in np.geomspace(max(largest / _SPAN, bounds[0]), largest, _NUM_SIZES):
-        near = np.flatnonzero(np.abs(grid.num_params / size - 1) < _NEAR)
-        if near.size:
-            place = int(near[np.argmin(grid.depth[near])])
-        else:
-            place = int(np.argmin(np.abs(grid.num_params - size)))
-        design = design_at(family, place)
-        designs[design.num_params] = design
-    return [designs[x] for x in sorted(designs)]
 
 
 def _resampled_laws(case: PlanCase) -> list[Any]:
