@@ -27,6 +27,7 @@ from scaling.plan.budgets import LOSSES, budget_loss, cheapest_model
 _POINTS = 65
 """Sizes of a search between two rungs; odd, so that the middle is one of them."""
 _ZOOMS = 6
+_ROUNDING = 1e-12
 _EDGE = 1e-6
 """Relative distance to an end of the ladder within which an optimum is at its edge."""
 
@@ -38,7 +39,7 @@ class ServingLadder(NamedTuple):
       num_params: sizes, ascending.
       cost: cost of the whole load, at least 0; infinite if no server takes it.
       replica: number of the kind of server. The cost of a size between two rungs is
-        interpolated only if both have the same kind.
+        interpolated only if both have the same kind; else it is that of the larger.
     """
 
     num_params: Float[np.ndarray, " sizes"]
@@ -106,11 +107,13 @@ def total_cost(
 
     `min L(N, D)` subject to `p 6 N D + S(N) = budget`, or `min p 6 N D + S(N)` subject
     to `L(N, D) = target_loss`, with the price p of an operation and the cost S of the
-    ladder. Candidates are the sizes of the ladder, and sizes between neighbours of one
-    kind of server, where log S is interpolated in log N. A size is left out if a larger
-    one is cheaper to serve: below the compute optimum it is more expensive to train as
-    well. Without a load the result is the compute optimum, and no load makes a larger
-    model best: sizes above the compute optimum are no candidates.
+    ladder. Candidates are the sizes of the ladder and those between. Between neighbours
+    with one kind of server log S is interpolated in log N; between two kinds a size
+    costs as much as the larger neighbour, whose servers can serve it. A size of the
+    ladder is left out if a larger one is cheaper to serve: below the compute optimum it
+    is more expensive to train as well. So S rises with N. Sizes above the compute
+    optimum are no candidates: without a load it is the result, and no load makes a
+    larger model best.
 
     For S = s x load or s x price with fixed s, N never rises with load or price, since
     S then rises faster in larger sizes. It can rise with the rate of requests if whole
@@ -188,23 +191,31 @@ def total_cost(
 
 @validation.checks_numbers(num_params=AMOUNTS)
 def ladder_cost(ladder: ServingLadder, num_params: Amount) -> Any:
-    """Returns the cost of serving any size, interpolated between all kinds of servers.
+    """Returns the cost of serving any size, as `total_cost` has it.
 
-    For comparisons and figures: `total_cost` interpolates within a kind only. Sizes
-    outside the ladder cost as much per parameter as its end.
+    Sizes below the ladder cost as much as the smallest, and those above it as much per
+    parameter as the largest.
 
     Args:
-      ladder: cost of serving.
+      ladder: cost of serving; a server takes at least one size.
       num_params: sizes.
     """
-    usable = np.isfinite(ladder.cost)
+    usable = np.flatnonzero(np.isfinite(ladder.cost))
     costs = ladder.cost[usable]
-    if not costs.size or not costs.min() > 0:
-        return np.interp(np.asarray(num_params), ladder.num_params, ladder.cost)
-    costs = np.minimum.accumulate(costs[::-1])[::-1]
-    per_param = np.log(costs) - np.log(ladder.num_params[usable])
-    logs = np.interp(np.log(num_params), np.log(ladder.num_params[usable]), per_param)
-    return num_params * np.exp(logs)
+    rungs = usable[costs <= np.minimum.accumulate(costs[::-1])[::-1]]
+    rung_sizes = ladder.num_params[rungs]
+    sizes = np.asarray(num_params, float)
+    inside = np.clip(sizes, rung_sizes[0], rung_sizes[-1]).reshape(-1)
+    first = np.searchsorted(rung_sizes, inside, side="right") - 1
+    second = np.minimum(first + 1, len(rungs) - 1)
+    pairs = rungs[np.stack([first, second], axis=1)]
+    ends = np.log(ladder.num_params[pairs])
+    values = _interpolate(np.log(inside)[:, None], ends, ladder.cost[pairs])[:, 0]
+    kinds = ladder.replica[pairs]
+    is_above = inside > rung_sizes[first] * (1 + _ROUNDING)
+    is_between = (kinds[:, 0] != kinds[:, 1]) & is_above
+    values = np.where(is_between, ladder.cost[rungs[second]], values)
+    return values.reshape(sizes.shape) * np.maximum(sizes / rung_sizes[-1], 1.0)
 
 
 @validation.checks_numbers(target_loss=LOSSES)
@@ -328,7 +339,7 @@ def _find_segments(
 ) -> tuple[Float[np.ndarray, "segments 2"], Float[np.ndarray, "segments 2"]]:
     """Returns the ranges of log sizes that are candidates, and the costs at their ends.
 
-    A rung without a neighbour of its kind is a range of one size.
+    Between two kinds of servers all sizes cost as much as the larger one.
     """
     logs = np.log(ladder.num_params)
     below = np.flatnonzero((logs <= top) & np.isfinite(ladder.cost))
@@ -346,9 +357,12 @@ def _find_segments(
         if logs[first] > top:
             break
         if ladder.replica[first] != ladder.replica[second]:
-            second = first
+            ends.append(logs[[first, first]])
+            values.append(ladder.cost[[first, first]])
+            values.append(ladder.cost[[second, second]])
+        else:
+            values.append(ladder.cost[[first, second]])
         ends.append(logs[[first, second]])
-        values.append(ladder.cost[[first, second]])
     ends = np.array(ends)
     values = np.array(values)
     cut = np.minimum(ends, top)

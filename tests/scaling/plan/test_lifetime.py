@@ -77,7 +77,7 @@ def test_two_operations_for_each_parameter_and_token_are_sardanas_optimum(
 
 
 def plain_search(ladder: ServingLadder, aim: dict[str, Any]) -> tuple[float, float]:
-    """Tries many sizes one by one: the ladder's, and those between equal kinds."""
+    """Tries many sizes one by one; the costs of the ladder must rise."""
     if "budget" in aim:
         top = allocate_budget(LECTURE, BUDGET / FLOP_COST).num_params
     else:
@@ -87,12 +87,14 @@ def plain_search(ladder: ServingLadder, aim: dict[str, Any]) -> tuple[float, flo
     for (n, cost, kind), (m, dearer, other) in zip(
         rungs, [*rungs[1:], rungs[-1]], strict=True
     ):
-        steps = 400 if kind == other and dearer >= cost and m > n else 1
+        steps = 400 if m > n else 1
         for i in range(steps):
             size = n * (m / n) ** (i / steps)
             if size > top:
                 continue
             serving = cost * (dearer / cost) ** (i / steps)
+            if kind != other and i > 0:
+                serving = dearer
             if "budget" in aim:
                 tokens = (BUDGET - serving) / (6 * FLOP_COST * size)
                 if tokens <= 0:
@@ -126,7 +128,9 @@ def test_a_plain_search_finds_the_same_model(aim: dict[str, Any], seed: int) -> 
     assert actual <= value * (1 + 1e-12)
     assert actual == pytest.approx(value, rel=1e-5)
     assert best.num_params == pytest.approx(size, rel=0.02)
-    assert best.serving_cost == pytest.approx(ladder_cost(ladder, size), rel=0.05)
+    assert best.serving_cost == pytest.approx(
+        ladder_cost(ladder, best.num_params), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("aim", AIMS, ids=str)
@@ -160,19 +164,31 @@ def test_whole_servers_may_favour_a_larger_model_at_a_higher_rate() -> None:
     )
 
 
-def test_sizes_between_kinds_of_servers_are_no_candidates() -> None:
+def test_sizes_between_kinds_of_servers_cost_as_much_as_the_larger() -> None:
     wide = np.array([1e9, 1e11])
     costs = np.array([1e3, 1e5])
-    same = solve(ServingLadder(wide, costs, np.zeros(2, int)), budget=BUDGET)
-    assert 1e9 < same.num_params < 1e11
-    other = solve(ServingLadder(wide, costs, np.arange(2)), budget=BUDGET)
-    assert other.num_params == pytest.approx(1e9, rel=1e-12)
-    assert other.is_edge
+    sizes = np.array([5e8, 1e9, 1.0001e9, 1e10, 1e11, 2e11])
+    same = ServingLadder(wide, costs, np.zeros(2, int))
+    expected = [1e3, 1e3, 1.0001e3, 1e4, 1e5, 2e5]
+    np.testing.assert_allclose(ladder_cost(same, sizes), expected, rtol=1e-9)
+    other = same._replace(replica=np.arange(2))
+    expected = [1e3, 1e3, 1e5, 1e5, 1e5, 2e5]
+    np.testing.assert_allclose(ladder_cost(other, sizes), expected, rtol=1e-9)
+    for ladder in (same, other):
+        best = solve(ladder, budget=BUDGET)
+        assert 1e9 < best.num_params < 1e11
+        cost = ladder_cost(ladder, best.num_params)
+        assert best.serving_cost == pytest.approx(cost, rel=1e-9)
     # A size that no server takes is left out.
     costs = np.full(SIZES.size, np.inf)
     costs[5] = 10.0
     best = solve(make_ladder(costs), budget=BUDGET)
     assert best.num_params == pytest.approx(SIZES[5], rel=1e-12)
+    # So is one that a larger one undercuts.
+    costs = np.where(np.arange(SIZES.size) == 25, 1.0, 4.99e6)
+    best = solve(make_ladder(costs), budget=BUDGET)
+    assert SIZES[25] <= best.num_params * (1 + 1e-9) < SIZES[26]
+    assert best.serving_cost < 1e3
 
 
 @pytest.mark.parametrize("aim", AIMS, ids=str)
