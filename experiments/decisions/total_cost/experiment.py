@@ -123,9 +123,9 @@ class Config(lab.ConfigRecord):
     """Simulated training runs, to which the law is fitted."""
     num_draws: Annotated[int, lab.Range(2)] = 400
     """Draws of law and servers."""
-    num_simulated: lab.NonNegativeInt = 3
-    """Sizes whose servers are simulated."""
-    num_simulated_draws: Annotated[int, lab.Range(2)] = 8
+    simulated_sizes: lab.PositiveFloats = (*(7e9, 2e10, 6e10),)
+    """Sizes whose servers are simulated, about."""
+    num_simulated_draws: Annotated[int, lab.Range(2)] = 4
     """Draws of the servers in each simulation."""
     seed: int = 0
 
@@ -143,7 +143,7 @@ class Config(lab.ConfigRecord):
 CONFIGS = {
     "real": Config(),
     "smoke": Config(
-        **{"num_sizes": 24, "num_runs": 60, "num_draws": 20, "num_simulated": 0},
+        **{"num_sizes": 24, "num_runs": 60, "num_draws": 20, "simulated_sizes": ()},
         **{"rates": (0.1, 3.0, 100.0), "price_factors": (0.25, 1.0, 4.0)},
         traffics=("256:2048:1:0.015",),
     ),
@@ -386,11 +386,12 @@ def _servers(setting: Setting) -> Iterator[tuple[Any, ...]]:
 
 
 def _simulated(setting: Setting, progress: lab.Progress) -> Iterator[tuple[Any, ...]]:
-    """Yields rows of `SimulatedRows` for sizes spread over the ladder."""
+    """Yields rows of `SimulatedRows`."""
     kinds = _cheapest_kinds(setting)
-    num = setting.config.num_simulated
-    shares = (np.arange(num) + 0.5) / max(num, 1)
-    places = np.quantile([*kinds], shares, method="nearest").astype(int).tolist()
+    logs = np.log(setting.sizes.num_params[[*kinds]])
+    wanted = setting.config.simulated_sizes
+    nearest = [int(np.argmin(np.abs(logs - math.log(x)))) for x in wanted]
+    places = [[*kinds][x] for x in nearest]
     for place in progress.track(places, "servers", "simulating"):
         kind = kinds[place]
         rates = setting.sizes.goodput.requests_per_s[:, place, kind]

@@ -20,7 +20,7 @@ from scaling.calibration import (
 )
 
 _WINDOW_S = 25.0
-_RATE_SHARES = (0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5)
+_RATE_SHARES = (0.6, 0.8, 1.0, 1.25, 1.5)
 """Simulated rates, relative to the expected one."""
 
 
@@ -40,7 +40,7 @@ def simulate_goodput(
     Args:
       server: the server, with the requests at a time at the expected rate.
       limits: the limits.
-      rate_per_s: expected largest rate; rates from 0.5 to 1.5 times it are simulated.
+      rate_per_s: expected largest rate; rates from 0.6 to 1.5 times it are simulated.
       num_draws: draws of the coefficients, at least 2.
       seed: seed of coefficients and arrivals.
     """

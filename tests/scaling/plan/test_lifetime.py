@@ -188,7 +188,7 @@ def test_sizes_between_kinds_of_servers_cost_as_much_as_the_larger() -> None:
     costs = np.where(np.arange(SIZES.size) == 25, 1.0, 4.99e6)
     best = solve(make_ladder(costs), budget=BUDGET)
     assert SIZES[25] <= best.num_params * (1 + 1e-9) < SIZES[26]
-    assert best.serving_cost < 1e3
+    assert best.serving_cost < 1e6
 
 
 @pytest.mark.parametrize("aim", AIMS, ids=str)
