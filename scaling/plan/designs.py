@@ -34,7 +34,7 @@ _SIZE_TOLERANCE = 0.05
 
 
 _LADDER_SPAN = 200.0
-_SAME_SIZE = 0.02
+_LADDER_TOLERANCE = 0.02
 """Relative distance of designs that count as one size in a ladder."""
 
 
@@ -49,9 +49,9 @@ class DesignFamily(ConfigRecord):
     """Convention for N."""
     attention: Attention = "full"
     """Convention for pairs of query and key."""
-    queries_per_kv: Annotated[int | None, Range(1, 1024)] = None
-    """Query heads that share a KV head, or the largest number below it that divides
-    them; None has 8 KV heads from 32 query heads on, and one for each below."""
+    kv_heads: Annotated[int | None, Range(1, 1024)] = None
+    """KV heads, or the largest number below that divides the query heads; None has 8
+    from 32 query heads on, and one for each query head below."""
 
 
 class Design(NamedTuple):
@@ -185,7 +185,7 @@ def design_ladder(
         )
     designs = {}
     for size in np.geomspace(max(largest / _LADDER_SPAN, low), largest, num_sizes):
-        near = np.flatnonzero(np.abs(grid.num_params / size - 1) < _SAME_SIZE)
+        near = np.flatnonzero(np.abs(grid.num_params / size - 1) < _LADDER_TOLERANCE)
         if near.size:
             place = int(near[np.argmin(grid.depth[near])])
         else:
@@ -273,9 +273,9 @@ def describe_design(
     """Returns the full shape of one design."""
     head_dim = next(x for x in RANGES if x.low <= width < x.high).head_dim
     heads = width // head_dim
-    if family.queries_per_kv is not None:
-        shares = range(min(family.queries_per_kv, heads), 0, -1)
-        kv_heads = heads // next(x for x in shares if heads % x == 0)
+    if family.kv_heads is not None:
+        numbers = range(min(family.kv_heads, heads), 0, -1)
+        kv_heads = next(x for x in numbers if heads % x == 0)
     else:
         grouped = heads >= 4 * _KV_HEADS and heads % _KV_HEADS == 0
         kv_heads = _KV_HEADS if grouped else heads

@@ -27,8 +27,8 @@ from scaling.plan.budgets import LOSSES, budget_loss, cheapest_model
 _POINTS = 65
 """Sizes of a search between two rungs; odd, so that the middle is one of them."""
 _ZOOMS = 6
-_ROUNDING = 1e-12
-_EDGE = 1e-6
+_RUNG_ROUNDING = 1e-12
+_EDGE_DISTANCE = 1e-6
 """Relative distance to an end of the ladder within which an optimum is at its edge."""
 
 
@@ -185,7 +185,7 @@ def total_cost(
         loss=float(budget_loss(powers, num_params, tokens)),
         training_cost=6 * flop_cost * num_params * tokens,
         serving_cost=serving_cost,
-        is_edge=bool(end_distance < _EDGE < abs(log_params - top)),
+        is_edge=bool(end_distance < _EDGE_DISTANCE < abs(log_params - top)),
     )
 
 
@@ -212,7 +212,7 @@ def ladder_cost(ladder: ServingLadder, num_params: Amount) -> Any:
     ends = np.log(ladder.num_params[pairs])
     values = _interpolate(np.log(inside)[:, None], ends, ladder.cost[pairs])[:, 0]
     kinds = ladder.replica[pairs]
-    is_above = inside > rung_sizes[first] * (1 + _ROUNDING)
+    is_above = inside > rung_sizes[first] * (1 + _RUNG_ROUNDING)
     is_between = (kinds[:, 0] != kinds[:, 1]) & is_above
     values = np.where(is_between, ladder.cost[rungs[second]], values)
     return values.reshape(sizes.shape) * np.maximum(sizes / rung_sizes[-1], 1.0)

@@ -58,7 +58,7 @@ LOSS = "loss"
 BUDGET = "budget"
 
 
-class Traffic(NamedTuple):
+class RequestTraffic(NamedTuple):
     """A kind of requests: tokens, and limits of mean latencies in s."""
 
     prompt_tokens: float
@@ -67,14 +67,14 @@ class Traffic(NamedTuple):
     token_s: float
 
 
-def parse_traffic(text: str) -> Traffic:
+def parse_traffic(text: str) -> RequestTraffic:
     """Parses `PROMPT:ANSWER:FIRST_TOKEN_S:TOKEN_S`.
 
     Raises:
       ValueError: the text has another form, or a number is not above 0.
     """
     try:
-        traffic = Traffic(*map(float, text.split(":")))
+        traffic = RequestTraffic(*map(float, text.split(":")))
     except (TypeError, ValueError):
         traffic = None
     if traffic is None or not all(0 < x < math.inf for x in traffic):
@@ -115,8 +115,8 @@ class Config(lab.ConfigRecord):
         *(0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0),
     )
     """Prices of serving, relative to the offer's."""
-    queries_per_kv: lab.PositiveInt = 4
-    """Query heads that share a KV head."""
+    kv_heads: lab.PositiveInt = 8
+    """KV heads of the designs."""
     num_sizes: Annotated[int, lab.Range(8)] = 64
     """Sizes of the ladder."""
     num_runs: Annotated[int, lab.Range(20)] = 240
@@ -150,7 +150,7 @@ CONFIGS = {
 }
 
 
-class Setting(NamedTuple):
+class StudySetting(NamedTuple):
     """What all parts of a run share."""
 
     config: Config
@@ -199,7 +199,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
         allocate_budget(powers, config.budget_usd / flop_cost).num_params,
     )
     progress.show("servers")
-    family = DesignFamily(queries_per_kv=config.queries_per_kv)
+    family = DesignFamily(kv_heads=config.kv_heads)
     designs = design_ladder(family, 1.5 * largest, num_sizes=config.num_sizes)
     sizes = cli.serve_designs(
         designs,
@@ -209,7 +209,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
         load_loops(),
         num_draws=config.num_draws,
     )
-    setting = Setting(config, powers, laws, sizes, flop_cost)
+    setting = StudySetting(config, powers, laws, sizes, flop_cost)
     loads = []
     rules = []
     for rate in progress.track(config.rates, "loads", "solving"):
@@ -235,7 +235,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     )
 
 
-def _zero_load_error(setting: Setting, aim: str) -> float:
+def _zero_load_error(setting: StudySetting, aim: str) -> float:
     """Returns the largest relative distance from the compute optimum."""
     ladder = setting.sizes.ladders(setting.load(0.0), "usd")[0]
     best = total_cost(setting.powers, ladder, **setting.aims[aim])
@@ -247,7 +247,7 @@ def _zero_load_error(setting: Setting, aim: str) -> float:
     return max(abs(x / y - 1) for x, y in zip(best[:3], free, strict=True))
 
 
-def _closed_forms(setting: Setting) -> Iterator[tuple[Any, ...]]:
+def _closed_forms(setting: StudySetting) -> Iterator[tuple[Any, ...]]:
     """Yields the optima for 2 N operations per token, by ladder and closed form."""
     c = setting.config
     num_params = setting.sizes.num_params
@@ -274,7 +274,7 @@ def _closed_forms(setting: Setting) -> Iterator[tuple[Any, ...]]:
 
 
 def _solve_load(
-    setting: Setting, aim: str, rate: float
+    setting: StudySetting, aim: str, rate: float
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns rows of `LoadRows` and `RuleRows`."""
     load = setting.load(rate)
@@ -307,7 +307,7 @@ def _solve_load(
 
 
 def _cost_of(
-    setting: Setting, ladder: ServingLadder, loss: float, inference_tokens: float
+    setting: StudySetting, ladder: ServingLadder, loss: float, inference_tokens: float
 ) -> float:
     """Returns the cost of a closed form's model of a loss, on the fitted servers."""
     model = cheapest_model(setting.powers, loss, inference_tokens=inference_tokens)
@@ -315,7 +315,9 @@ def _cost_of(
     return training + float(ladder_cost(ladder, model.num_params))
 
 
-def _traffics(setting: Setting, progress: lab.Progress) -> Iterator[tuple[Any, ...]]:
+def _traffics(
+    setting: StudySetting, progress: lab.Progress
+) -> Iterator[tuple[Any, ...]]:
     """Yields rows of `TrafficRows` at the largest rate, for a loss."""
     c = setting.config
     rate = max(c.rates)
@@ -346,7 +348,7 @@ def _traffics(setting: Setting, progress: lab.Progress) -> Iterator[tuple[Any, .
         yield (text, rate, *sizes_found, best.cost, share, used, *excess)
 
 
-def _prices(setting: Setting) -> Iterator[tuple[Any, ...]]:
+def _prices(setting: StudySetting) -> Iterator[tuple[Any, ...]]:
     """Yields the best size by price of serving, at the middle load."""
     rates = setting.config.rates
     ladder = setting.sizes.ladders(setting.load(rates[len(rates) // 2]), "usd")[0]
@@ -357,14 +359,14 @@ def _prices(setting: Setting) -> Iterator[tuple[Any, ...]]:
             yield aim, factor, best.num_params, best.loss, best.cost
 
 
-def _cheapest_kinds(setting: Setting) -> dict[int, int]:
+def _cheapest_kinds(setting: StudySetting) -> dict[int, int]:
     """Returns the cheapest kind of server of each size that one takes."""
     costs = setting.sizes.costs(setting.load(1.0), "usd")[0]
     usable = np.flatnonzero(np.isfinite(costs.min(axis=1)))
     return {int(x): int(costs[x].argmin()) for x in usable}
 
 
-def _servers(setting: Setting) -> Iterator[tuple[Any, ...]]:
+def _servers(setting: StudySetting) -> Iterator[tuple[Any, ...]]:
     """Yields rows of `ServerRows`."""
     c = setting.config
     sizes = setting.sizes
@@ -385,7 +387,9 @@ def _servers(setting: Setting) -> Iterator[tuple[Any, ...]]:
         )
 
 
-def _simulated(setting: Setting, progress: lab.Progress) -> Iterator[tuple[Any, ...]]:
+def _simulated(
+    setting: StudySetting, progress: lab.Progress
+) -> Iterator[tuple[Any, ...]]:
     """Yields rows of `SimulatedRows`."""
     kinds = _cheapest_kinds(setting)
     logs = np.log(setting.sizes.num_params[[*kinds]])
@@ -404,7 +408,9 @@ def _simulated(setting: Setting, progress: lab.Progress) -> Iterator[tuple[Any, 
         )
 
 
-def _simulate(setting: Setting, place: int, kind: int) -> tuple[float, float, float]:
+def _simulate(
+    setting: StudySetting, place: int, kind: int
+) -> tuple[float, float, float]:
     """Simulates the largest load of a server: median, least and most of the draws."""
     c = setting.config
     sizes = setting.sizes

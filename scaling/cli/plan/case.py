@@ -61,7 +61,7 @@ def resolve_plan_case(options: PlanOptions) -> PlanCase:
             **shared,
             count=count,
             attention=options.attention,
-            queries_per_kv=options.queries_per_kv,
+            kv_heads=options.kv_heads,
         ),
         offers=offers,
         flops=flops,

@@ -84,10 +84,8 @@ class PlanOptions(ConfigRecord):
         int | None, describe_default("that of the sweep of --law, or 4,096")
     ] = None
     """Tokens of a training sequence."""
-    queries_per_kv: Annotated[
-        int | None, describe_default("8 KV heads from 32 query heads on")
-    ] = None
-    """Query heads that share a KV head."""
+    kv_heads: Annotated[int | None, describe_default("8 from 32 query heads on")] = None
+    """KV heads of the architecture, or the next fewer that divide its heads."""
     tie_embeddings: bool = False
     """Tie the head to the embedding; also the default after a sweep of such models."""
     attention: Literal["full", "causal"] = "full"

@@ -20,8 +20,9 @@ from scaling.calibration import (
     make_replica,
     predict_request_joules,
 )
-from scaling.costs import find_device
+from scaling.costs import Layout, check_layout, find_device
 from scaling.plan import HOUR_S, Design, Offer, ServingLadder
+from scaling.shapes import ModelShape
 
 DEGREES = (1, 2, 4, 8)
 """Devices of a server: degrees of tensor parallelism in one node."""
@@ -205,6 +206,9 @@ def serve_designs(
         for kind in kinds
     ]
     goodput = find_goodput(servers, limits, calibration, num_draws=num_draws)
+    has_layout = [_can_divide(x.model, x.num_devices) for x in servers]
+    rates = np.where(has_layout, goodput.requests_per_s, 0.0)
+    goodput = goodput._replace(requests_per_s=rates)
     joules = predict_request_joules(servers, goodput, calibration)
     errors = np.random.default_rng(0).normal(size=num_draws + 1)
     errors[0] = 0.0
@@ -216,3 +220,12 @@ def serve_designs(
         goodput=Goodput(*(x.reshape(shape) for x in goodput)),
         request_joules=factors[:, None, None] * joules.reshape(shape[1:]),
     )
+
+
+def _can_divide(model: ModelShape, num_devices: int) -> bool:
+    """Returns True if tensor parallelism divides the heads and the FFN of a model."""
+    try:
+        check_layout(model, Layout(tensor=num_devices))
+    except ValueError:
+        return False
+    return True

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _FACTORS = (0.5, 1.0, 2.0, 4.0)
 """Costs of the curves, relative to that of the plan."""
-_SPAN = 12.0
+_SIZE_SPAN = 12.0
 """Range of sizes around the optimum, as a factor."""
 _GREY = "0.6"
 
@@ -36,8 +36,8 @@ def _unit(plan: TotalPlan) -> tuple[str, float]:
 
 
 def _sizes(plan: TotalPlan) -> np.ndarray:
-    low = max(plan.optimum.num_params / _SPAN, plan.sizes.num_params[0])
-    high = min(plan.optimum.num_params * _SPAN, plan.sizes.num_params[-1])
+    low = max(plan.optimum.num_params / _SIZE_SPAN, plan.sizes.num_params[0])
+    high = min(plan.optimum.num_params * _SIZE_SPAN, plan.sizes.num_params[-1])
     return np.geomspace(low, high, 301)
 
 

@@ -9,7 +9,7 @@ from scaling.calibration import JOULES_PER_KWH
 from scaling.cli.plan.total import TotalPlan
 from scaling.plan import DAY_S, HOUR_S
 
-_UNITS = {"usd": ("USD", 1.0), "joules": ("kWh", 1 / JOULES_PER_KWH)}
+_COST_UNITS = {"usd": ("USD", 1.0), "joules": ("kWh", 1 / JOULES_PER_KWH)}
 """Printed unit of a cost, and the factor to it."""
 
 _ANSWERS = {
@@ -38,7 +38,7 @@ def total_sheets(plan: TotalPlan) -> list[Sheet]:
 
 def _plan(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     level = f"{document['level']:.0%} interval"
-    name, factor = _UNITS[document["unit"]]
+    name, factor = _COST_UNITS[document["unit"]]
 
     def interval(key: str, form: str, scale: float = 1.0) -> Iterator[tuple[str, str]]:
         if document[key] is not None:
@@ -55,7 +55,7 @@ def _plan(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "loss", f"{document['loss']:.4f} nats per token"
     yield from interval("interval", ".4f")
     for key, unit in (("usd", "USD"), ("joules", "kWh")):
-        scale = _UNITS[key][1]
+        scale = _COST_UNITS[key][1]
         for label, part in (
             ("training", f"training_{key}"),
             ("serving", f"serving_{key}"),
@@ -88,7 +88,7 @@ def _plan(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _comparison(document: dict[str, Any]) -> Sheet:
-    name, factor = _UNITS[document["unit"]]
+    name, factor = _COST_UNITS[document["unit"]]
     unit = document["unit"]
     own = {
         "training_cost": document[f"training_{unit}"],

@@ -270,7 +270,7 @@ def test_a_plan_uses_the_fit_of_the_selected_group(jaxkv: Command, fit: Path) ->
 
 
 OBJECTIVE = "--objective ttft_mean=1,tpot_mean=0.05"
-SERVE = f"--gpu h100:2.5 --queries-per-kv 4 {OBJECTIVE} --draws 20"
+SERVE = f"--gpu h100:2.5 --kv-heads 8 {OBJECTIVE} --draws 20"
 
 
 @pytest.mark.thorough
