@@ -60,7 +60,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
         ax, title, size, "goodput of a device [requests/s]", xscale="log", yscale="log"
     )
     axes[0, 1].xaxis.set_major_formatter("{x:g}")
-    axes[0, 1].set_xticks(result.prices.where(aim="loss").factor)
+    axes[0, 1].set_xticks(result.prices.where(aim="loss").factor[::2])
     axes[0, 1].set_xticks([], minor=True)
     for ax in axes.flat:
         ax.legend()

@@ -219,6 +219,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
             rules.append(rule_row)
     sardana = _sardana_example()
     zero = [_zero_load_error(setting, aim) for aim in setting.aims]
+    simulated = SimulatedRows.of(list(_simulated(setting, progress)))
     return Result(
         powers=np.array([*powers], float),
         flop_cost=flop_cost,
@@ -229,7 +230,8 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
         prices=PriceRows.of(list(_prices(setting))),
         rules=RuleRows.of(rules),
         servers=ServerRows.of(list(_servers(setting))),
-        simulated=SimulatedRows.of(list(_simulated(setting, progress))),
+        simulated=simulated,
+        simulated_shift=_simulated_shift(setting, simulated),
         sardana_params=sardana[0],
         sardana_saved=sardana[1],
     )
@@ -408,6 +410,27 @@ def _simulated(
         )
 
 
+def _simulated_shift(setting: StudySetting, simulated: SimulatedRows) -> float:
+    """Returns the largest change of N if servers take the simulated loads."""
+    ran = simulated.at(simulated.simulated_per_s > 0)
+    if not len(ran):
+        return math.nan
+    logs = np.log(ran.requests_per_s / ran.simulated_per_s)
+    sizes = np.log(setting.sizes.num_params)
+    factors = np.exp(np.interp(sizes, np.log(ran.num_params), logs))
+    shifts = []
+    for rate in setting.config.rates:
+        ladder = setting.sizes.ladders(setting.load(rate), "usd")[0]
+        corrected = ladder._replace(cost=ladder.cost * factors)
+        for arguments in setting.aims.values():
+            before, after = (
+                total_cost(setting.powers, x, **arguments).num_params
+                for x in (ladder, corrected)
+            )
+            shifts.append(abs(after / before - 1))
+    return max(shifts)
+
+
 def _simulate(
     setting: StudySetting, place: int, kind: int
 ) -> tuple[float, float, float]:
@@ -482,6 +505,7 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
             low=float(ratios.min()),
             high=float(ratios.max()),
         )
+        yield lab.measured("simulated_shift", 100 * result.simulated_shift)
 
 
 def summary(result: Result) -> list[lab.ReportPart]:

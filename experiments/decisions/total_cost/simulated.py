@@ -20,6 +20,8 @@ from scaling.calibration import (
 )
 
 _WINDOW_S = 25.0
+_STEADY_SHARE = 0.95
+"""Least ends over arrivals in the window of a load that a server sustains."""
 _RATE_SHARES = (0.6, 0.8, 1.0, 1.25, 1.5)
 """Simulated rates, relative to the expected one."""
 
@@ -93,13 +95,19 @@ def _draw_load(
 def _worst_latency(
     run: ServerRun, limits: LatencyLimits
 ) -> Float[np.ndarray, " draws"]:
-    """Returns the larger of both mean latencies over its limit, for each draw."""
+    """Returns the larger of both mean latencies over its limit, for each draw.
+
+    It is infinite if fewer requests end in the window than arrive: their number, and
+    with it the latency, still grows.
+    """
     latencies = run.latencies()
     worst = np.maximum(
         latencies.first_token_s.mean(axis=1) / limits.first_token_s,
         latencies.inter_token_s.mean(axis=1) / limits.token_s,
     )
-    return np.where(run.is_overloaded(), np.inf, worst)
+    num_arrivals = int(run.load.is_measured.sum())
+    is_growing = run.num_finished() < _STEADY_SHARE * num_arrivals
+    return np.where(run.is_overloaded() | is_growing, np.inf, worst)
 
 
 def find_crossing(

@@ -173,6 +173,10 @@ class Result(lab.ResultRecord):
     )
     sardana_params: float = lab.column("size in the example of Sardana et al.")
     sardana_saved: float = lab.column("share of the operations that it saves")
+    simulated_shift: float = lab.column(
+        "largest relative change of N over all loads, if servers take what simulations "
+        "of some sizes do; NaN without simulations"
+    )
     loads: LoadRows = lab.column(
         "by load",
         heading="the best model by load",

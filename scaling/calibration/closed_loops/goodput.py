@@ -70,8 +70,8 @@ def make_replica(
     device: Device,
     num_devices: int,
     *,
-    prompt_tokens: float,
-    answer_tokens: float,
+    prompt_tokens: int | float,
+    answer_tokens: int | float,
 ) -> MeasuredServer:
     """Returns a vLLM server of a dense model in 16 bits, without measured times.
 
