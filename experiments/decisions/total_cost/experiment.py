@@ -125,7 +125,7 @@ class Config(lab.ConfigRecord):
     """Draws of law and servers."""
     simulated_sizes: lab.PositiveFloats = (*(7e9, 2e10, 6e10),)
     """Sizes whose servers are simulated, about."""
-    num_simulated_draws: Annotated[int, lab.Range(2)] = 4
+    num_simulated_draws: Annotated[int, lab.Range(2)] = 2
     """Draws of the servers in each simulation."""
     seed: int = 0
 

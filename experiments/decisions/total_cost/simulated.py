@@ -19,10 +19,11 @@ from scaling.calibration import (
     simulate_server,
 )
 
-_WINDOW_S = 25.0
+_WINDOW_S = 60.0
+"""Long enough that ends and arrivals of a steady load differ by less than 5 %."""
 _STEADY_SHARE = 0.95
 """Least ends over arrivals in the window of a load that a server sustains."""
-_RATE_SHARES = (0.6, 0.8, 1.0, 1.25, 1.5)
+_RATE_SHARES = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5)
 """Simulated rates, relative to the expected one."""
 
 
@@ -42,7 +43,7 @@ def simulate_goodput(
     Args:
       server: the server, with the requests at a time at the expected rate.
       limits: the limits.
-      rate_per_s: expected largest rate; rates from 0.6 to 1.5 times it are simulated.
+      rate_per_s: expected largest rate; rates from 0.7 to 1.5 times it are simulated.
       num_draws: draws of the coefficients, at least 2.
       seed: seed of coefficients and arrivals.
     """

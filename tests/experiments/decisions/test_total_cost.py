@@ -12,8 +12,6 @@ from scaling.laws import TwoPowers
 from scaling.plan import allocate_budget, cheapest_model
 from tests.support import smoke
 
-pytestmark = pytest.mark.thorough
-
 CONFIG = experiment.CONFIGS["smoke"]
 
 
@@ -22,6 +20,7 @@ def result() -> Result:
     return smoke.run("total_cost").result
 
 
+@pytest.mark.thorough
 def test_claims_are_recomputed_from_the_tables(result: Result) -> None:
     measured = smoke.measured_values(experiment.claims(result))
     powers = TwoPowers(*result.powers)
@@ -43,6 +42,7 @@ def test_claims_are_recomputed_from_the_tables(result: Result) -> None:
         assert np.all(np.diff(sizes) <= 0)
 
 
+@pytest.mark.thorough
 def test_costs_of_the_tables_add_up(result: Result) -> None:
     for row in result.loads.rows():
         training = 6 * result.flop_cost * row["num_params"] * row["num_tokens"]
