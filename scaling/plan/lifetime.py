@@ -147,7 +147,8 @@ def total_cost(
             return 6 * flop_cost * sizes * tokens + serving
         enough = tokens > 0
         losses = np.full(logs.shape, np.inf)
-        losses[enough] = budget_loss(powers, sizes[enough], tokens[enough])
+        if enough.any():
+            losses[enough] = budget_loss(powers, sizes[enough], tokens[enough])
         return losses
 
     def num_tokens(sizes: Amount, serving: Amount) -> Any:

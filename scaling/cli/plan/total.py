@@ -109,7 +109,10 @@ def find_total_plan(options: PlanOptions, case: PlanCase) -> TotalPlan:
     ladders = sizes.ladders(load, unit, is_whole=is_whole)
     if not np.isfinite(ladders[0].cost).any():
         raise ValueError(_explain_misses(options, sizes))
-    best = total_cost(case.loss_model.powers, ladders[0], **aim)
+    try:
+        best = total_cost(case.loss_model.powers, ladders[0], **aim)
+    except ValueError as error:
+        raise ValueError(f"--serve {options.serve}: {error}") from None
     spread = total_cost_spread(laws, ladders[1:], **aim, level=case.level)
     # The same search among the designs alone.
     steps = ladders[0]._replace(replica=np.arange(len(designs)))

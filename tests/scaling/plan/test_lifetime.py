@@ -239,6 +239,8 @@ def test_refusals() -> None:
         solve(ladder, target_loss=1.69)
     with refused("budget=0.5 must leave a size of the ladder that can be"):
         solve(ladder, budget=0.5)
+    with refused("budget=5e+06 must leave a size", "serving from 6e+06 to 6e+06"):
+        solve(make_ladder(np.full(SIZES.size, 6e6)), budget=BUDGET)
     with refused("ladder.num_params must be above 0 and ascending"):
         solve(ladder._replace(num_params=SIZES[::-1]), budget=1.0)
     with refused("ladder.cost must be at least 0"):
