@@ -14,6 +14,13 @@ if TYPE_CHECKING:
         find_loop_latency,
         make_loop_cost,
     )
+    from scaling.calibration.closed_loops.goodput import (
+        Goodput,
+        LatencyLimits,
+        find_goodput,
+        make_replica,
+        predict_request_joules,
+    )
     from scaling.calibration.closed_loops.loop_calibration import (
         ENERGY_DISCREPANCY,
         INTERVAL_HALF,
@@ -59,6 +66,7 @@ if TYPE_CHECKING:
         find_run_energy,
         find_used_shares,
         fit_power,
+        predict_training_watts,
         predict_watts,
     )
     from scaling.calibration.closed_loops.row_costs import (

@@ -33,5 +33,11 @@ if TYPE_CHECKING:
     from scaling.cli.fit.grids import optimum_at
     from scaling.cli.fit.report import frontier_json
     from scaling.cli.fit.result import LogFits
+    from scaling.cli.plan.serving import (
+        ReplicaKind,
+        ServedLoad,
+        ServedSizes,
+        serve_designs,
+    )
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -23,8 +23,19 @@ if TYPE_CHECKING:
         Design,
         DesignFamily,
         best_design,
+        design_ladder,
         max_vocab_size,
         nearest_design,
+    )
+    from scaling.plan.lifetime import (
+        CostOptimum,
+        CostSpread,
+        ServingLadder,
+        closed_form_ladder,
+        ladder_cost,
+        tokens_for_loss,
+        total_cost,
+        total_cost_spread,
     )
     from scaling.plan.pricing import DAY_S, HOUR_S, Offer, best_offer, parse_offer
     from scaling.plan.spread import OptimumSpread, loss_interval, optimum_spread

@@ -1,7 +1,8 @@
 """Designs of transformers with a given number of parameters, on a grid of shapes.
 
 Decoder-only models of the Llama type: RMS norms, rotary positions, a gated FFN, heads
-of 128 features (fewer in small models), 8 KV heads from 32 query heads on. Width, depth
+of 128 features (fewer in small models), and by default 8 KV heads from 32 query heads
+on. Width, depth
 and FFN width vary over a grid of sizes that devices divide well, near the shapes of
 published models. Counts and operations of every shape of the grid are exact: for one
 width both are linear in depth and in depth x FFN width, so three models counted by
@@ -32,6 +33,11 @@ _SIZE_TOLERANCE = 0.05
 """Largest relative distance of a number of parameters from the grid."""
 
 
+_LADDER_SPAN = 200.0
+_LADDER_TOLERANCE = 0.02
+"""Relative distance of designs that count as one size in a ladder."""
+
+
 class DesignFamily(ConfigRecord):
     """Common properties of all designs of a search."""
 
@@ -43,6 +49,9 @@ class DesignFamily(ConfigRecord):
     """Convention for N."""
     attention: Attention = "full"
     """Convention for pairs of query and key."""
+    kv_heads: Annotated[int | None, Range(1, 1024)] = None
+    """KV heads, or the largest number below that divides the query heads; None has 8
+    from 32 query heads on, and one for each query head below."""
 
 
 class Design(NamedTuple):
@@ -150,6 +159,42 @@ def nearest_design(family: DesignFamily, num_params: float) -> Design:
     return design_at(family, int(np.argmin(np.abs(grid.num_params - num_params))))
 
 
+@validation.checks_numbers(largest=AMOUNTS)
+def design_ladder(
+    family: DesignFamily, largest: float, *, num_sizes: int = 64
+) -> list[Design]:
+    """Returns designs of ascending sizes, from a 200th of the largest on.
+
+    Of the designs within 2 % of a size it has the one with the fewest layers, which
+    serves fastest.
+
+    Args:
+      family: family of the designs.
+      largest: parameters of the largest design, about.
+      num_sizes: number of sizes; those with the same design count once.
+
+    Raises:
+      ValueError: no design is as large or smaller.
+    """
+    grid = make_grid(family)
+    low = int(grid.num_params.min())
+    high = int(grid.num_params.max())
+    if not low < largest <= high:
+        raise ValueError(
+            f"{largest=:.4g} must be in ({low:,}, {high:,}], the sizes of all designs"
+        )
+    designs = {}
+    for size in np.geomspace(max(largest / _LADDER_SPAN, low), largest, num_sizes):
+        near = np.flatnonzero(np.abs(grid.num_params / size - 1) < _LADDER_TOLERANCE)
+        if near.size:
+            place = int(near[np.argmin(grid.depth[near])])
+        else:
+            place = int(np.argmin(np.abs(grid.num_params - size)))
+        design = design_at(family, place)
+        designs[design.num_params] = design
+    return [designs[x] for x in sorted(designs)]
+
+
 @validation.checks_numbers(num_params=AMOUNTS)
 def max_vocab_size(family: DesignFamily, num_params: float) -> int | None:
     """Finds the largest vocabulary for which some design has at most `num_params`.
@@ -228,7 +273,12 @@ def describe_design(
     """Returns the full shape of one design."""
     head_dim = next(x for x in RANGES if x.low <= width < x.high).head_dim
     heads = width // head_dim
-    grouped = heads >= 4 * _KV_HEADS and heads % _KV_HEADS == 0
+    if family.kv_heads is not None:
+        numbers = range(min(family.kv_heads, heads), 0, -1)
+        kv_heads = next(x for x in numbers if heads % x == 0)
+    else:
+        grouped = heads >= 4 * _KV_HEADS and heads % _KV_HEADS == 0
+        kv_heads = _KV_HEADS if grouped else heads
     return ModelShape(
         name=f"{depth} x {width}",
         vocab_size=family.vocab_size,
@@ -236,7 +286,7 @@ def describe_design(
         num_layers=depth,
         attention=HeadAttention(
             num_q_heads=heads,
-            num_kv_heads=_KV_HEADS if grouped else heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
         ),
         mlp_size=mlp,

@@ -341,6 +341,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"acceptances": (1.5,)}, "must be in [0, 1]"),
         ({"num_coins": 3}, "num_coins=3 must be at least"),
     ],
+    "total_cost": [
+        ({"offer": "h100"}, "offer='h100' must have a price"),
+        ({"offer": "b999:1"}, "unknown device 'b999'"),
+        ({"rates": (3.0, 1.0)}, "rates=(3.0, 1.0) must be ascending"),
+        ({"traffics": ("9:9",)}, "traffics='9:9' must be PROMPT:ANSWER:FIRST_S"),
+        ({"num_sizes": 7}, "num_sizes=7 must be at least 8"),
+    ],
     "speculation_zoo": [
         ({"output_tokens": 272}, "output_tokens=272 must be more than 272"),
         ({"ways": (("plain", 1),)}, "self.ways"),

@@ -53,6 +53,8 @@ POWERS = plan.law_two_powers(laws.CHINCHILLA, laws.CONSTANTS["lecture"])
 BUDGET = {"powers": POWERS, "flops": 1e21, "inference_tokens": 1e9}
 TARGET = {"powers": POWERS, "target": 2.5, "inference_tokens": 1e9}
 FAMILY = plan.DesignFamily()
+LADDER = plan.closed_form_ladder(np.geomspace(1e8, 1e10, 5), 1e9, 1e-18)
+SPENT = {"flop_cost": 1e-18, "budget": 1e4}
 TOKENS = np.zeros(200, np.uint16)
 COLUMN = np.geomspace(1.0, 2.0, 5)
 OFFERS = [plan.parse_offer("a100:4:312"), plan.parse_offer("v100:2.5:125")]
@@ -99,6 +101,13 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "rate_per_s": 2.0,
             "num": 5,
         },
+        "calibration.make_replica": {
+            **SERVED,
+            "num_devices": 1,
+            "prompt_tokens": 64.0,
+            "answer_tokens": 8.0,
+        },
+        "calibration.predict_training_watts": {"device": DEVICE, "mfu": 0.4},
         "calibration.make_calibrated_cost": {**SERVED, "num_devices": 1},
         "calibration.draw_loop_posterior": {
             "server": make_server(),
@@ -360,6 +369,25 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         "plan.best_offer": {"offers": OFFERS, "mfu": 0.4},
         "plan.budget_loss": {"powers": POWERS, "num_params": 1e9, "num_tokens": 1e10},
         "plan.cheapest_model": TARGET,
+        "plan.closed_form_ladder": {
+            "num_params": LADDER.num_params,
+            "inference_tokens": 1e9,
+            "flop_cost": 1e-18,
+        },
+        "plan.design_ladder": {"family": FAMILY, "largest": 1e9, "num_sizes": 3},
+        "plan.ladder_cost": {"ladder": LADDER, "num_params": 1e9},
+        "plan.tokens_for_loss": {
+            "powers": POWERS,
+            "num_params": np.array([1e9]),
+            "target_loss": 2.5,
+        },
+        "plan.total_cost": {"powers": POWERS, "ladder": LADDER, **SPENT},
+        "plan.total_cost_spread": {
+            "powers": [POWERS],
+            "ladders": [LADDER, LADDER],
+            **SPENT,
+            "level": 0.9,
+        },
         "plan.lifetime_flops": {
             "num_params": 1e9,
             "num_tokens": 1e10,
@@ -429,6 +457,13 @@ def make_costly_arguments() -> dict[str, dict[str, Any]]:
     heads: Any = None
     scored = {"params": {}, "model": SMALL, "seq_len": 8}
     return {
+        "calibration.find_goodput": {
+            "servers": [make_server()],
+            "limits": calibration.LatencyLimits(),
+            "calibration": calibration.load_loops(),
+            "num_draws": 0,
+            "seed": 0,
+        },
         "calibration.fit_posterior": {"stages": [STAGE], "num_draws": 2, "seed": 0},
         "calibration.fit_request_log": {
             "log": calibration.RequestLog(*np.ones((6, 3))),

@@ -284,15 +284,29 @@ def draw_loop_coefficients(
     Returns:
       Coefficients with a leading axis of draws.
     """
+    return make_loop_coefficients(server, fit, draw_deviations(fit, num, seed))
+
+
+def draw_deviations(
+    fit: LoopFit, num: int, seed: int
+) -> Float[np.ndarray, "draws parameters"]:
+    """Draws deviations and effects from the normal approximation at the mode."""
     rng = np.random.default_rng(seed)
     factor = np.linalg.cholesky(fit.covariance)
-    deviations = fit.mode + rng.normal(size=(num, len(fit.mode))) @ factor.T
-    rows = _stack_rows([server], fit.groups)
-    row = jax.tree.map(lambda x: x[0], rows)
+    return fit.mode + rng.normal(size=(num, len(fit.mode))) @ factor.T
+
+
+def make_loop_coefficients(
+    server: MeasuredServer,
+    fit: LoopFit,
+    deviations: Float[np.ndarray, "draws parameters"],
+) -> LoopCoefficients:
+    """Returns a server's coefficients, effects of its engine and device included."""
+    row = jax.tree.map(lambda x: x[0], _stack_rows([server], fit.groups))
     make = functools.partial(
         _make_coefficients, row=row, sizes=_group_sizes(fit.groups)
     )
-    return jax.tree.map(np.asarray, jax.vmap(make)(jnp.float32(deviations)))
+    return jax.tree.map(np.asarray, jax.jit(jax.vmap(make))(jnp.float32(deviations)))
 
 
 def _data(servers: Sequence[MeasuredServer]) -> Float[np.ndarray, "servers 2"]:

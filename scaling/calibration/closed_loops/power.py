@@ -15,12 +15,14 @@ import numpy as np
 from jaxtyping import Float
 from scipy import optimize
 
+from jaxkv import validation
 from scaling.calibration.closed_loops.measured_servers import MeasuredServer
 from scaling.calibration.closed_loops.pooled_fit import LoopPrediction
 from scaling.calibration.closed_loops.row_costs import count_server
 from scaling.calibration.server_cost import ServerCoefficients
 from scaling.calibration.server_runs import ServerRun
 from scaling.calibration.servers import ServerSetup
+from scaling.costs import Device
 
 JOULES_PER_KWH = 3.6e6
 POWER_NOISE = 0.1
@@ -124,6 +126,24 @@ def predict_watts(
     board = [x.num_devices * (x.device.board_watts or np.nan) for x in servers]
     used = find_used_shares(servers, load) @ np.array(shares)
     return np.array(board) * np.minimum(used, 1.0)
+
+
+@validation.checks_numbers(mfu="(0, 1]")
+def predict_training_watts(
+    device: Device, mfu: float, shares: PowerShares = PUBLISHED_POWER
+) -> float:
+    """Returns the power of a device in training in W; 0 if its board power is unknown.
+
+    The shares are those of servers: idle power, and that of products at the MFU. Reads
+    and writes of memory are not counted, so it is a lower bound, at most the board
+    power.
+
+    Args:
+      device: accelerator.
+      mfu: model FLOPs utilization, in (0, 1].
+      shares: the coefficients.
+    """
+    return device.board_watts * min(shares.idle + shares.products * mfu, 1.0)
 
 
 def find_used_shares(

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from jaxkv.validation import format_unknown_name
 from scaling.cli.plan.options import MAX_VALUE, PlanOptions
+from scaling.costs import find_device
 from scaling.fits import from_json
 from scaling.laws import CHINCHILLA, CONSTANTS, LAWS
 from scaling.logs import read_log_text
@@ -56,7 +57,12 @@ def resolve_plan_case(options: PlanOptions) -> PlanCase:
     count = options.count or loss_model.count or "total"
     case = PlanCase(
         loss_model=loss_model,
-        family=DesignFamily(**shared, count=count, attention=options.attention),
+        family=DesignFamily(
+            **shared,
+            count=count,
+            attention=options.attention,
+            kv_heads=options.kv_heads,
+        ),
         offers=offers,
         flops=flops,
         mfu=options.mfu,
@@ -190,6 +196,7 @@ def _flops(options: PlanOptions, offer: Offer | None) -> float:
     both_times = options.days is not None and options.devices is not None
     is_set = {
         "--budget-usd": options.budget_usd is not None,
+        "--budget-joules": options.budget_joules is not None,
         "--flops": options.flops is not None,
         "--days with --devices": both_times,
         "--target-loss": options.target_loss is not None,
@@ -205,6 +212,14 @@ def _flops(options: PlanOptions, offer: Offer | None) -> float:
         raise ValueError(f"{names[0]} needs --gpu NAME:USD_PER_HOUR:TFLOPS")
     if options.budget_usd is not None:
         return options.budget_usd * offer.flops_per_usd(options.mfu)
+    if options.budget_joules is not None:
+        # jax takes a second to import.
+        from scaling.calibration import predict_training_watts
+
+        watts = predict_training_watts(find_device(offer.name), options.mfu)
+        if not watts:
+            raise ValueError(f"--budget-joules: the power of {offer.name} is unknown")
+        return options.budget_joules * offer.flops_per_s * options.mfu / watts
     assert options.days is not None
     assert options.devices is not None
     seconds = options.days * DAY_S * options.devices

@@ -68,7 +68,7 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
     )
     document = {
         "device": case.offer and case.offer.name,
-        "devices": [
+        "offers": [
             offer._asdict()
             | {"flops_per_usd": offer.usd_per_hour and offer.flops_per_usd(case.mfu)}
             for offer in case.offers
@@ -94,16 +94,18 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
         "num_params_searched": search_params(
             powers, case.flops, case.served, case.repeating
         ),
-        "compute_optimum": _optimum(free),
+        "compute_optimum": to_optimum(free),
         "inference_tokens": options.inference_tokens,
-        "training_optimum": _optimum(training_only),
+        "training_optimum": to_optimum(training_only),
         "equal_loss": _equal_loss(case, training_only) if case.served else None,
         "num_unique_tokens": unique,
         "epochs": unique and max(1.0, best.num_tokens / unique),
-        "architecture": _architecture(case, best, design),
+        "architecture": design_document(case, best, design),
         "exact_optimum": _shape(other) | {"num_tokens": tokens, "loss": loss},
         "cost_usd": total_bill.usd,
-        "train_cost_usd": train.usd,
+        "training_usd": train.usd,
+        "serving_usd": None,
+        "devices": None,
         "device_s": train.device_s,
         "serve_device_s": None,
         "num_devices": number,
@@ -112,13 +114,9 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
     if total_bill.device_s is not None and train.device_s is not None:
         left = max(total_bill.device_s - train.device_s, 0.0)
         document["serve_device_s"] = left if options.inference_tokens else 0.0
+    if total_bill.usd is not None and train.usd is not None:
+        document["serving_usd"] = max(total_bill.usd - train.usd, 0.0)
     document["memory_bytes"] = document["architecture"]["memory_bytes"]["total"]
-    document["serving"] = None
-    if options.serve:
-        # jax takes a second to import.
-        from scaling.cli.plan.serving import find_serving
-
-        document["serving"] = find_serving(options, design.model, case.offer)
     document["warnings"] = [*_warnings(case, document, sure)]
     return document
 
@@ -135,7 +133,7 @@ def _refusal(case: PlanCase, error: ValueError, way_out: str) -> ValueError:
     return ValueError(aim + message)
 
 
-def _architecture(case: PlanCase, best: Optimum, design: Design) -> dict[str, Any]:
+def design_document(case: PlanCase, best: Optimum, design: Design) -> dict[str, Any]:
     """Returns the nearest design: shape, exact counts, and training costs."""
     model = design.model
     offer = case.offer
@@ -200,7 +198,8 @@ def to_architecture_config(
     }
 
 
-def _optimum(optimum: Optimum) -> dict[str, float]:
+def to_optimum(optimum: Optimum) -> dict[str, float]:
+    """Returns N, D, loss and tokens per parameter."""
     ratio = optimum.num_tokens / optimum.num_params
     return optimum._asdict() | {"tokens_per_param": ratio}
 
@@ -225,11 +224,26 @@ def _equal_loss(case: PlanCase, training_only: Optimum) -> dict[str, float]:
         lifetime_flops(x.num_params, x.num_tokens, served)
         for x in (equal, training_only)
     )
-    return _optimum(equal) | {
+    return to_optimum(equal) | {
         "flops": flops,
         "flops_of_compute_optimum": usual,
         "saved": 1 - flops / usual,
     }
+
+
+def fit_warnings(case: PlanCase, train_flops: float) -> Iterator[str]:
+    """Yields warnings about the fit of the law, none for published constants."""
+    loss_model = case.loss_model
+    if (fit := loss_model.fit) is None:
+        return
+    yield from loss_model.doubts
+    yield from (f"{loss_model.law.name}: {line}" for line in fit.warnings)
+    max_flops = fit.ranges.get("flops", (math.nan, math.nan))[1]
+    if train_flops > 10 * max_flops:
+        yield (
+            f"training takes {train_flops / max_flops:,.3g} times the operations of "
+            "the largest run that was fitted"
+        )
 
 
 def _warnings(
@@ -239,15 +253,7 @@ def _warnings(
     loss_model = case.loss_model
     fit = case.loss_model.fit
     shape = document["architecture"]
-    if fit is not None:
-        yield from loss_model.doubts
-        yield from (f"{loss_model.law.name}: {line}" for line in fit.warnings)
-        max_flops = fit.ranges.get("flops", (math.nan, math.nan))[1]
-        if document["train_flops"] > 10 * max_flops:
-            yield (
-                f"training takes {document['train_flops'] / max_flops:,.3g} times the "
-                "operations of the largest run that was fitted"
-            )
+    yield from fit_warnings(case, document["train_flops"])
     if sure is not None and sure.num_without:
         yield (
             f"{sure.num_without} of {sure.num_resamples} resamples "

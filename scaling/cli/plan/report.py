@@ -75,17 +75,12 @@ def _steps(
     )
     if case.offer is not None:
         yield paragraph("How long?", _time(document))
-    if document["serving"] is not None:
-        # jax takes a second to import.
-        from scaling.cli.plan.serving import serving_sheet
-
-        yield serving_sheet(document["serving"])
 
 
 def _devices(case: PlanCase, document: PlanDocument) -> Sheet:
     mfu = case.mfu
     rows = []
-    for x, offer in zip(document["devices"], case.offers, strict=True):
+    for x, offer in zip(document["offers"], case.offers, strict=True):
         rate = x["flops_per_s"]
         price = x["usd_per_hour"]
         per_usd = x["flops_per_usd"]
@@ -129,6 +124,11 @@ def _operations(options: PlanOptions, case: PlanCase) -> str:
         return (
             f"C = {options.budget_usd:,.10g} USD / {offer.usd_per_hour:g} USD an hour "
             f"= {hours:,.10g} device-hours; x 3600 s x {reached} = {flops:.4g} FLOPs."
+        )
+    if options.budget_joules is not None:
+        return (
+            f"C = {options.budget_joules:,.10g} J / the energy of an operation at "
+            f"{options.mfu:g} MFU = {flops:.4g} FLOPs."
         )
     return (
         f"C = {options.devices:,} devices x {options.days:g} days x 86,400 s x "

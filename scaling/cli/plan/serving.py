@@ -1,164 +1,231 @@
-"""Time, energy and money of serving a planned model, by fits of public servers."""
+"""Servers of a ladder of designs: their largest loads, and the cost of a load."""
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
-from jaxkv.report import Sheet
+from jaxkv.workloads import read_recording
 from scaling.calibration import (
     ENERGY_DISCREPANCY,
-    INTERVAL_HALF,
-    JOULES_PER_KWH,
-    PUBLISHED_LOOPS,
+    PUBLISHED_POWER,
+    Goodput,
+    LatencyLimits,
+    LoopCalibration,
     MeasuredServer,
-    count_server,
-    find_outside_sizes,
-    load_loops,
-    predict_servers,
-    sizes_of_server,
+    find_goodput,
+    make_replica,
+    predict_request_joules,
 )
-from scaling.cli.plan.options import PlanOptions
-from scaling.costs import find_device
-from scaling.plan import HOUR_S, Offer
+from scaling.costs import Layout, check_layout, find_device
+from scaling.plan import HOUR_S, Design, Offer, ServingLadder
 from scaling.shapes import ModelShape
 
-_DEGREES = (1, 2, 4, 8)
+DEGREES = (1, 2, 4, 8)
+"""Devices of a server: degrees of tensor parallelism in one node."""
+type CostUnit = Literal["usd", "joules"]
 
 
 class ServedLoad(NamedTuple):
-    """A constant number of requests of fixed lengths."""
+    """Requests that a model answers in its life."""
 
-    prompt_tokens: int
-    answer_tokens: int
-    concurrency: int
+    prompt_tokens: float
+    """Mean length of the prompts."""
+    answer_tokens: float
+    """Mean length of the answers."""
+    rate_per_s: float
+    """Requests per second; 0 for no load."""
+    duration_s: float
+    """Time for which the model serves, in s."""
+
+    @property
+    def num_requests(self) -> float:
+        """Requests in all."""
+        return self.rate_per_s * self.duration_s
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of all prompts and answers."""
+        return self.num_requests * (self.prompt_tokens + self.answer_tokens)
 
 
-def parse_served_load(text: str) -> ServedLoad:
-    """Parses `PROMPT:ANSWER:REQUESTS`.
+def parse_served_load(text: str, duration_s: float) -> ServedLoad:
+    """Parses `PROMPT:ANSWER:RATE`, or reads a file of recorded requests.
 
     Raises:
-      ValueError: the text has another form, or a number is below 1.
+      ValueError: the text has neither form, a number is out of range, or the file
+        cannot be read or has no rate.
     """
     words = text.split(":")
-    if len(words) != 3 or not all(x.isdecimal() and 0 < int(x) < 2**29 for x in words):
-        raise ValueError(
-            f"--serve {text}: must be PROMPT:ANSWER:REQUESTS, such as 1024:256:32, "
-            "each a whole number from 1"
-        )
-    return ServedLoad(*map(int, words))
+    if len(words) != 3:
+        if not Path(text).exists():
+            raise ValueError(
+                f"--serve {text}: must be PROMPT:ANSWER:RATE, such as 1024:256:20 for "
+                "20 requests per second, or a file of recorded requests"
+            )
+        recording = read_recording(text, skip_empty=True)
+        if not math.isfinite(recording.rate):
+            raise ValueError(f"--serve {text}: its requests arrive at one time")
+        means = (float(x.mean()) for x in (recording.prompt, recording.output))
+        return ServedLoad(*means, recording.rate, duration_s)
+    numbers = []
+    for word, low, high, name in zip(
+        words, (1, 1, 0), (2**29, 2**29, 1e9), ("PROMPT", "ANSWER", "RATE"), strict=True
+    ):
+        try:
+            value = float(word)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise ValueError(f"--serve {text}: {name} must be in [{low}, {high:g}]")
+        numbers.append(value)
+    return ServedLoad(*numbers, duration_s)
 
 
-def find_serving(
-    options: PlanOptions, model: ModelShape, offer: Offer | None
-) -> dict[str, Any]:
-    """Predicts a vLLM server of a dense model in 16 bits on the offered device.
+class ReplicaKind(NamedTuple):
+    """A kind of server: an offered device, and the number of them."""
+
+    offer: Offer
+    num_devices: int
+
+
+class ServedSizes(NamedTuple):
+    """Servers of designs: `kinds` for each size, at the mode of a fit, then draws."""
+
+    designs: tuple[Design, ...]
+    kinds: tuple[ReplicaKind, ...]
+    goodput: Goodput
+    """Largest loads; leaves have the axes `1+draws sizes kinds`."""
+    request_joules: Float[np.ndarray, "1+draws sizes kinds"]
+    """Energy of a request at that load in J; NaN if it is unknown."""
+
+    @property
+    def num_params(self) -> Float[np.ndarray, " sizes"]:
+        """Parameters by the convention of the law."""
+        return np.array([x.num_params for x in self.designs], float)
+
+    def num_replicas(
+        self, load: ServedLoad, *, is_whole: bool
+    ) -> Float[np.ndarray, "1+draws sizes kinds"]:
+        """Returns the servers that are paid; infinity if they cannot take a request."""
+        rate = self.goodput.requests_per_s
+        if load.rate_per_s == 0:
+            return np.zeros(rate.shape)
+        has_load = rate > 0
+        num = load.rate_per_s / np.where(has_load, rate, 1.0)
+        return np.where(has_load, np.ceil(num) if is_whole else num, np.inf)
+
+    def costs(
+        self, load: ServedLoad, unit: CostUnit, *, is_whole: bool = False
+    ) -> Float[np.ndarray, "1+draws sizes kinds"]:
+        """Returns the cost of a load on servers of each kind, in USD or J.
+
+        Args:
+          load: the load.
+          unit: "usd" or "joules".
+          is_whole: True to pay for whole servers all the time, else for the share of
+            their time that the load takes.
+
+        Returns:
+          The costs; infinite where a server does not take the load, or has no price or
+          no known power.
+        """
+        num = self.num_replicas(load, is_whole=is_whole)
+        devices = np.array([x.num_devices for x in self.kinds])
+        if unit == "usd":
+            prices = [x.offer.usd_per_hour or np.inf for x in self.kinds]
+            hours = load.duration_s / HOUR_S
+            if load.rate_per_s == 0:
+                return num
+            return num * devices * np.array(prices) * hours
+        joules = load.num_requests * np.nan_to_num(self.request_joules, nan=np.inf)
+        if load.rate_per_s == 0:
+            return num
+        busy = self.num_replicas(load, is_whole=False)
+        watts = [find_device(x.offer.name).board_watts for x in self.kinds]
+        idle_watts = PUBLISHED_POWER.idle * devices * np.array(watts)
+        idle = np.where(np.isfinite(num), num, 0) - np.where(np.isfinite(busy), busy, 0)
+        return joules + idle * idle_watts * load.duration_s
+
+    def ladders(
+        self, load: ServedLoad, unit: CostUnit, *, is_whole: bool = False
+    ) -> list[ServingLadder]:
+        """Returns the cost of the cheapest kind for each size: the mode, then draws."""
+        costs = self.costs(load, unit, is_whole=is_whole)
+        kinds = np.asarray(costs.argmin(axis=2))
+        if is_whole:
+            # A size with another number of servers is another kind.
+            num = self.num_replicas(load, is_whole=True)
+            chosen = np.take_along_axis(num, kinds[..., None], 2)[..., 0]
+            kinds = kinds + len(self.kinds) * np.nan_to_num(chosen, posinf=0).astype(
+                int
+            )
+        least = costs.min(axis=2)
+        num_params = self.num_params
+        return [
+            ServingLadder(num_params, least[i], kinds[i]) for i in range(len(least))
+        ]
+
+
+def serve_designs(
+    designs: Sequence[Design],
+    offers: Sequence[Offer],
+    lengths: tuple[float, float],
+    limits: LatencyLimits,
+    calibration: LoopCalibration,
+    *,
+    num_draws: int = 0,
+) -> ServedSizes:
+    """Finds the largest load of servers of each design on each offered device.
+
+    Args:
+      designs: designs, ascending in parameters.
+      offers: offers of known devices.
+      lengths: mean tokens of prompts and of answers.
+      limits: largest means of the latencies.
+      calibration: the fit of servers.
+      num_draws: draws after the mode.
 
     Raises:
-      ValueError: there is no device, it is unknown, the model does not fit into 8 of
-        them, or the fit cannot be read.
+      ValueError: a device is unknown.
     """
-    load = parse_served_load(options.serve)
-    if offer is None:
-        raise ValueError(f"--serve {options.serve} needs --gpu NAME:USD_PER_HOUR")
-    device = find_device(offer.name)
-    servers = [
-        MeasuredServer(
-            name=model.name,
-            engine="vllm",
-            checkpoint=model.name,
-            model=model,
-            device=device,
-            weight_format="bf16",
-            num_devices=degree,
-            data_parallel=1,
-            expert_parallel=1,
-            concurrency=float(load.concurrency),
-            prompt_tokens=float(load.prompt_tokens),
-            answer_tokens=float(load.answer_tokens),
+    kinds = tuple(ReplicaKind(offer, x) for offer in offers for x in DEGREES)
+    prompt, answer = lengths
+    servers: list[MeasuredServer] = [
+        make_replica(
+            design.model,
+            find_device(kind.offer.name),
+            kind.num_devices,
+            prompt_tokens=prompt,
+            answer_tokens=answer,
         )
-        for degree in _DEGREES
+        for design in designs
+        for kind in kinds
     ]
-    needed = load.prompt_tokens + load.answer_tokens
-    fitting = (x for x in servers if float(count_server(x).kv_capacity) >= needed)
-    if (server := next(fitting, None)) is None:
-        raise ValueError(
-            f"--serve {options.serve}: {_DEGREES[-1]} {device.name} do not hold the "
-            "weights in 16 bits and one request"
-        )
-    calibration = load_loops(options.coefficients or PUBLISHED_LOOPS)
-    predicted = predict_servers([server], calibration)
-    running = float(predicted.num_running[0])
-    low, high = (
-        float(x[0, 0] / predicted.median_s[0, 0])
-        for x in (predicted.low_s, predicted.high_s)
+    goodput = find_goodput(servers, limits, calibration, num_draws=num_draws)
+    has_layout = [_can_divide(x.model, x.num_devices) for x in servers]
+    rates = np.where(has_layout, goodput.requests_per_s, 0.0)
+    goodput = goodput._replace(requests_per_s=rates)
+    joules = predict_request_joules(servers, goodput, calibration)
+    errors = np.random.default_rng(0).normal(size=num_draws + 1)
+    errors[0] = 0.0
+    factors = np.exp(ENERGY_DISCREPANCY * errors)
+    shape = (num_draws + 1, len(designs), len(kinds))
+    return ServedSizes(
+        designs=tuple(designs),
+        kinds=kinds,
+        goodput=Goodput(*(x.reshape(shape) for x in goodput)),
+        request_joules=factors[:, None, None] * joules.reshape(shape[1:]),
     )
-    device_s = server.num_devices * float(predicted.mean_token_s[0]) / running
-    energy = float(predicted.token_joules[0])
-    ends = np.exp(INTERVAL_HALF * ENERGY_DISCREPANCY * np.array([-1, 1])).tolist()
-    # Of a token: name, value, and the ends of its interval relative to the value.
-    quantities = {"usd": (offer.usd_per_hour, [low, high]), "joules": (energy, ends)}
-    values: dict[str, Any] = {}
-    for name, (value, factors) in quantities.items():
-        if value is None or not np.isfinite(value):
-            continue
-        token = value * device_s / HOUR_S if name == "usd" else value
-        for unit, tokens in (
-            ("per_answer", load.answer_tokens),
-            ("per_million_tokens", 1e6),
-        ):
-            values[f"{name}_{unit}"] = _estimate(token * tokens, factors)
-            if name == "joules" and options.grams_per_kwh is not None:
-                grams = token * tokens * options.grams_per_kwh / JOULES_PER_KWH
-                values[f"grams_{unit}"] = _estimate(grams, factors)
-    fitted = calibration.fit_of(server)
-    return {
-        "device": device.name,
-        "num_devices": server.num_devices,
-        **load._asdict(),
-        "num_running": running,
-        "token_s": _estimate(float(predicted.median_s[0, 0]), [low, high]),
-        **values,
-        "outside_fitted": [*find_outside_sizes(fitted.sizes, sizes_of_server(server))],
-        "has_device": device.name in fitted.groups["device"],
-    }
 
 
-def _estimate(value: float, factors: list[float]) -> dict[str, Any]:
-    return {"median": value, "interval": [value * x for x in factors]}
-
-
-_LABELS = {
-    "token_s": ("time per token [ms]", 1e3),
-    "usd_per_answer": ("thousand answers [USD]", 1e3),
-    "usd_per_million_tokens": ("million tokens of answers [USD]", 1.0),
-    "joules_per_answer": ("an answer [J]", 1.0),
-    "joules_per_million_tokens": (
-        "million tokens of answers [kWh]",
-        1 / JOULES_PER_KWH,
-    ),
-    "grams_per_answer": ("an answer [g of CO2]", 1.0),
-    "grams_per_million_tokens": ("million tokens of answers [kg of CO2]", 1e-3),
-}
-
-
-def serving_sheet(serving: dict[str, Any]) -> Sheet:
-    """Returns the table of a served model."""
-    rows = [("devices", f"{serving['num_devices']} x {serving['device']}")]
-    rows.append(("requests that run", f"{serving['num_running']:,.0f}"))
-    for name, (label, scale) in _LABELS.items():
-        if name in serving:
-            value = serving[name]
-            low, high = (f"{scale * x:.3g}" for x in value["interval"])
-            rows.append((label, f"{scale * value['median']:.3g} [{low}, {high}]"))
-    note = (
-        f"{serving['concurrency']:,} requests with prompts of "
-        f"{serving['prompt_tokens']:,} and answers of {serving['answer_tokens']:,} "
-        "tokens on vLLM in 16 bits, by a fit of public servers; 90 % intervals of a "
-        "model that it did not see."
-    )
-    if serving["outside_fitted"]:
-        names = ", ".join(serving["outside_fitted"])
-        note += f" Outside the fitted loads, so wider: {names}."
-    if not serving["has_device"]:
-        note += f" No server on {serving['device']} was fitted."
-    return Sheet("What does an answer cost?", ("", ""), rows, note)
+def _can_divide(model: ModelShape, num_devices: int) -> bool:
+    """Returns True if tensor parallelism divides the heads and the FFN of a model."""
+    try:
+        check_layout(model, Layout(tensor=num_devices))
+    except ValueError:
+        return False
+    return True

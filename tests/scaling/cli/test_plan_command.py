@@ -9,7 +9,7 @@ import pytest
 
 from scaling import fits
 from scaling.fits import to_json
-from scaling.laws import CHINCHILLA, compute_optimum
+from scaling.laws import CHINCHILLA, CONSTANTS, compute_optimum
 from scaling.plan import budgets
 from tests.support.commands import Command, assert_refused, document, words
 
@@ -269,30 +269,93 @@ def test_a_plan_uses_the_fit_of_the_selected_group(jaxkv: Command, fit: Path) ->
         assert_refused(jaxkv, f"plan {args}{more}", line)
 
 
+OBJECTIVE = "--objective ttft_mean=1,tpot_mean=0.05"
+SERVE = f"--gpu h100:2.5 --kv-heads 8 {OBJECTIVE} --draws 20"
+
+
 @pytest.mark.thorough
-@pytest.mark.thorough
-def test_answers_of_the_planned_model_have_costs(jaxkv: Command) -> None:
-    args = "--gpu h100:3 --budget-usd 1e5 --serve 1024:256:32 --grams-per-kwh 360"
-    serving = planned(jaxkv, args)["serving"]
-    assert serving["num_devices"] == 1
-    assert serving["num_running"] == 32
-    usd = serving["usd_per_million_tokens"]
-    assert serving["usd_per_answer"]["median"] == pytest.approx(
-        256e-6 * usd["median"], rel=1e-6
+def test_a_budget_of_training_and_serving(jaxkv: Command) -> None:
+    args = f"{SERVE} --budget-usd 2e5 --grams-per-kwh 360"
+    plan = planned(jaxkv, f"{args} --serve 1024:256:10 --serve-days 730")
+    spent = plan["training_usd"] + plan["serving_usd"]
+    assert spent == pytest.approx(2e5, rel=1e-9)
+    assert plan["cost_usd"] == pytest.approx(2e5, rel=1e-9)
+    flops = 6 * plan["num_params"] * plan["num_tokens"]
+    assert plan["training_usd"] == pytest.approx(
+        flops / (989.4e12 * 0.4) / 3600 * 2.5, rel=1e-9
     )
-    # 32 requests share a device at 3 dollars an hour; prompts are part of its time.
-    decoding = 3 / 3600 * serving["token_s"]["median"] / 32
-    assert usd["median"] == pytest.approx(1e6 * decoding, rel=0.2)
-    assert usd["interval"][0] < 0.9 * usd["median"] < usd["interval"][1]
-    joules = serving["joules_per_answer"]["median"]
-    grams = serving["grams_per_answer"]
-    assert grams["median"] == pytest.approx(joules * 1e-4)
-    output = reported(jaxkv, args)
-    assert "What does an answer cost?" in output
-    # Ten times the parameters need more devices.
-    large = planned(jaxkv, args.replace("1e5", "1e7"))["serving"]
-    assert large["num_devices"] > 1
-    assert large["usd_per_answer"]["median"] > 2 * serving["usd_per_answer"]["median"]
+    powers = budgets.law_two_powers(CHINCHILLA, CONSTANTS["lecture"])
+    loss = budgets.budget_loss(powers, plan["num_params"], plan["num_tokens"])
+    assert plan["loss"] == pytest.approx(loss, rel=1e-12)
+    low, high = plan["num_params_interval"]
+    assert low <= plan["num_params"] <= high
+    low, high = plan["interval"]
+    assert low < plan["loss"] < high
+    serving = plan["serving"]
+    assert serving["ttft_s"] <= 1 + 1e-6
+    assert serving["tpot_s"] <= 0.05 + 1e-6
+    requests = 10 * 730 * 86_400
+    answer = serving["usd_per_answer"]["median"]
+    shape = plan["architecture"]
+    # The server is that of a design; the plan is between two designs.
+    assert answer * requests == pytest.approx(plan["serving_usd"], rel=0.08)
+    assert abs(shape["off"]) < 0.1
+    hours = plan["devices"] * 730 * 24
+    assert plan["serving_usd"] <= hours * 2.5 * 1.08
+    grams = serving["grams_per_answer"]["median"]
+    assert grams == pytest.approx(serving["joules_per_answer"]["median"] * 1e-4)
+    assert plan["joules"] == pytest.approx(
+        plan["training_joules"] + plan["serving_joules"], rel=1e-12
+    )
+    rule = plan["comparison"]["training_only"]
+    assert rule["num_params"] > plan["num_params"]
+    assert rule["saved"] > 0
+    output = reported(jaxkv, f"{args} --serve 1024:256:10 --serve-days 730")
+    for part in ("How much does serving cost?", "cheapest to train", "an answer [g of"):
+        assert part in output
+    # Twice the days: a smaller model, and a higher loss.
+    longer = planned(jaxkv, f"{args} --serve 1024:256:10 --serve-days 1460")
+    assert longer["num_params"] <= plan["num_params"]
+    assert longer["loss"] > plan["loss"]
+    nothing = planned(jaxkv, f"{args} --serve 1024:256:0")
+    free = planned(jaxkv, "--gpu h100:2.5 --budget-usd 2e5")
+    for name in ("num_params", "num_tokens", "loss"):
+        assert nothing[name] == pytest.approx(free[name], rel=1e-6), name
+    assert (nothing["devices"], nothing["serving_usd"]) == (0, 0)
+    assert nothing["serving"] is None
+
+
+@pytest.mark.thorough
+def test_the_least_cost_of_a_loss(jaxkv: Command, fit: Path) -> None:
+    Path("load.csv").write_text(
+        "arrival_s,prompt_tokens,output_tokens\n0,1000,200\n1,1048,312\n2,1024,256\n"
+    )
+    args = f"{SERVE} --target-loss 2.1 --law {fit}"
+    plan = planned(jaxkv, f"{args} --serve load.csv --plot --out plan")
+    assert plan["loss"] == pytest.approx(2.1, rel=1e-9)
+    assert plan["load"]["rate_per_s"] == 1.0
+    assert plan["load"]["prompt_tokens"] == pytest.approx(1024)
+    low, high = plan["cost_interval"]
+    assert low < plan["cost_usd"] < high
+    assert plan["interval"][0] < 2.1 < plan["interval"][1]
+    assert Path("plan/figure.png").read_bytes()[:4] == b"\x89PNG"
+    # A server that is idle most of the time is paid in full.
+    whole = planned(jaxkv, f"{args} --serve load.csv --whole-servers")
+    assert any("--whole-servers" in line for line in plan["warnings"])
+    assert whole["serving_usd"] == pytest.approx(365 * 24 * 2.5, rel=1e-9)
+    assert (whole["devices"], whole["serving"]["num_servers"]) == (1, 1)
+    assert whole["cost_usd"] > plan["cost_usd"]
+    energy = planned(jaxkv, f"{args} --serve load.csv --least joules")
+    assert energy["joules"] <= plan["joules"] * 1.01
+    assert energy["unit"] == "joules"
+    budget = energy["joules"]
+    again = planned(
+        jaxkv, f"{SERVE} --law {fit} --serve load.csv --budget-joules {budget!r}"
+    )
+    # The ladder begins at another size.
+    assert again["loss"] == pytest.approx(2.1, rel=1e-4)
+    with_watts = planned(jaxkv, f"--gpu h100 --budget-joules {budget!r}")
+    assert with_watts["flops"] == pytest.approx(budget / 700 * 989.4e12 * 0.4, rel=1e-9)
 
 
 def test_the_folder(jaxkv: Command) -> None:
@@ -305,12 +368,15 @@ def test_the_folder(jaxkv: Command) -> None:
     assert cost["num_params"] == plan["architecture"]["num_params"]
 
 
+TARGET = "--target-loss 2 --gpu t4:1"
+
+
 @pytest.mark.parametrize(
     ("args", "line"),
     [
         (
             "",
-            "a budget is missing; one of: --budget-usd, --flops, --days with --devices",
+            "a budget is missing; one of: --budget-usd, --budget-joules, --flops, --da",
         ),
         ("--days 3", "a budget is missing"),
         ("--flops 1e20 --budget-usd 5", "--budget-usd and --flops: give exactly one"),
@@ -324,9 +390,24 @@ def test_the_folder(jaxkv: Command) -> None:
         ("--flops 1e20 --mfu 0", "--mfu 0: must be in (0, 1]"),
         ("--flops 1e20 --serve-mfu 2", "--serve-mfu 2: must be in (0, 1]"),
         ("--flops 1e20 --inference-tokens -1", "--inference-tokens -1: must be in"),
-        ("--flops 1e20 --serve 9:9:9", "--serve 9:9:9 needs --gpu"),
-        ("--flops 1e20 --gpu t4 --serve 9:9", "must be PROMPT:ANSWER:REQUESTS"),
-        ("--flops 1e27 --gpu t4 --serve 9:9:9", "8 t4 do not hold the weights"),
+        ("--flops 1e20 --serve 9:9:9", "--flops and --serve exclude each other"),
+        ("--target-loss 2 --serve 9:9:9", "--serve 9:9:9 needs --gpu"),
+        (f"{TARGET} --serve 9:9", "must be PROMPT:ANSWER:RATE"),
+        (f"{TARGET} --serve 9:0:9", "--serve 9:0:9: ANSWER must be in [1, "),
+        (f"{TARGET} --serve 9:9:-1", "--serve 9:9:-1: RATE must be in [0, 1e+09]"),
+        (f"{TARGET} --serve 9:9:9", "--serve 9:9:9 needs --objective, such as"),
+        (f"{TARGET} --serve 9:9:9 --objective ttft=1", "must be ttft_mean or tpot_mea"),
+        (f"{TARGET} --serve 9:9:9 --objective e2e_mean=1", "e2e_mean: must be"),
+        (f"{TARGET} --serve 9:9:9 --unique-tokens 9", "and --serve exclude each other"),
+        (f"{TARGET} --serve 9:9:9 --inference-tokens 9", "--inference-tokens and --s"),
+        (f"{TARGET} --serve 9:9:9 --serve-days -1", "--serve-days -1: must be in"),
+        ("--target-loss 1 --gpu t4:1 --serve 9:9:9", "must be above the floor"),
+        ("--target-loss 2 --gpu t4:0 --serve 9:9:9", "'0' is no positive price"),
+        ("--target-loss 2 --gpu t4 --serve 9:9:0", "t4: --serve in usd needs a price"),
+        ("--budget-usd 9 --gpu t4:1 --serve 9:9:0 --least joules", "has its unit"),
+        ("--budget-joules 9 --gpu b300:1", "the power of b300 is unknown"),
+        ("--flops 1e20 --objective ttft_mean=1", "--objective needs --serve"),
+        ("--flops 1e20 --whole-servers", "--whole-servers needs --serve"),
         ("--flops 1e20 --grams-per-kwh 4", "--grams-per-kwh needs --serve"),
         ("--flops 1e20 --unique-tokens 0", "--unique-tokens 0: must be in"),
         ("--flops 1e20 --devices 0", "--devices 0: must be in"),

@@ -107,3 +107,22 @@ def test_sizes_that_cannot_be() -> None:
     for vocab_size, sequence in ((0, 1), (1, -1), (2**32, 1)):
         with pytest.raises(ValueError, match="must be in"):
             DesignFamily(vocab_size=vocab_size, sequence=sequence)
+
+
+def test_a_ladder_has_the_shallowest_of_equal_sizes() -> None:
+    family = DesignFamily(kv_heads=8)
+    grid = designs.make_grid(family)
+    ladder = designs.design_ladder(family, 2e10, num_sizes=24)
+    sizes = np.array([x.num_params for x in ladder])
+    assert np.all(np.diff(sizes) > 0)
+    assert sizes[-1] == pytest.approx(2e10, rel=0.02)
+    assert sizes[0] == pytest.approx(1e8, rel=0.02)
+    for design, size in zip(ladder, np.geomspace(1e8, 2e10, 24), strict=True):
+        near = np.abs(grid.num_params / size - 1) < 0.02
+        assert design.model.num_layers == grid.depth[near].min()
+        heads = design.model.attention
+        assert isinstance(heads, HeadAttention)
+        divisors = [x for x in range(1, 9) if heads.num_q_heads % x == 0]
+        assert heads.num_kv_heads == max(divisors)
+    with pytest.raises(ValueError, match=r"largest=1e\+20 must be in"):
+        designs.design_ladder(family, 1e20)

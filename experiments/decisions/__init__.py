@@ -1,0 +1,1 @@
+"""Decisions that need both halves of the project: training and serving."""

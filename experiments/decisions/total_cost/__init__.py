@@ -1,0 +1,1 @@
+"""The cheapest model to train and to serve."""
