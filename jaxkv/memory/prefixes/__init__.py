@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         match,
     )
     from jaxkv.memory.prefixes.prefix_eviction import (
+        FIFO,
+        LFU,
+        LRU,
         Eviction,
         Uses,
         evict,
