@@ -57,7 +57,7 @@ LAYERS = {
         "harness",
         "cli",
         "training counting servers",
-        "bench serving decoding examples",
+        "bench serving decoding decisions examples",
     ),
 }
 

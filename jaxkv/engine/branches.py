@@ -11,7 +11,7 @@ of other types follow in the same program.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,9 @@ def branch(
             raise ValueError(f"{name}={value} must be at least 1")
     params, state, clock = arrays.to_jax_arrays((params, state, clock))
 
-    def continue_under(rules: tuple[Policy, Eviction | None]) -> object:
+    def continue_under(
+        rules: tuple[Policy, Eviction | None],
+    ) -> tuple[EngineState, StepInfo]:
         policy, eviction = rules
 
         def call(
@@ -111,7 +113,10 @@ def branch(
 
         (end, _), infos = lax.scan(call, (state, clock), None, length=num_calls)
         infos = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), infos)
-        return end if keep_pages else end._replace(pages=None), infos
+        if not keep_pages:
+            no_pages: Any = None
+            end = end._replace(pages=no_pages)
+        return end, infos
 
     # Branches of equal types are mapped together.
     rules = [*zip(policies, evictions, strict=True)]

@@ -150,8 +150,9 @@ def test_branches_of_other_types_and_eviction_rules_are_in_order() -> None:
         end, infos = member(results, i)
         plain_end, plain_infos = continued(state, policy, config, eviction=rule)
         # A mapped batch may round otherwise, so pages are compared up to rounding.
-        assert_same(end._replace(pages=None), plain_end._replace(pages=None))
-        assert_same(infos._replace(logprobs=None), plain_infos._replace(logprobs=None))
+        none: Any = None
+        assert_same(end._replace(pages=none), plain_end._replace(pages=none))
+        assert_same(infos._replace(logprobs=none), plain_infos._replace(logprobs=none))
         for x, y in zip(
             jax.tree.leaves(end.pages), jax.tree.leaves(plain_end.pages), strict=True
         ):

@@ -1,0 +1,1 @@
+"""Experiments on decisions: what another policy, size or budget would have given."""
