@@ -89,6 +89,7 @@ if TYPE_CHECKING:
         is_cached,
         make_prefix_cache,
         match,
+        replace_tokens,
     )
     from jaxkv.memory.prefixes.prefix_eviction import (
         FIFO,

@@ -401,11 +401,16 @@ def continue_all(
 def _metrics(
     ends: EngineState, infos: StepInfo, session: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Returns the metrics of branches; open requests count up to the last clock."""
-    s = ends.sequences
-    events = EVENTS.unpack(ends.ledger.events)
+    """Returns the metrics of branches; open requests count up to the last clock.
+
+    All arrays are NumPy's.
+    """
+    s: Any = ends.sequences
+    clock: Any = ends.ledger.clock
+    steps: Any = infos
+    events: Any = EVENTS.unpack(ends.ledger.events)
     arrival_s = to_seconds(s.arrival)
-    end_s = to_seconds(ends.ledger.clock)[:, None]
+    end_s = to_seconds(clock)[:, None]
     # Events have the second plus 1.
     finish_s = to_seconds(np.stack([events.finish_s - 1, events.finish_us], axis=-1))
     is_open = events.finish_s == 0
@@ -416,7 +421,7 @@ def _metrics(
         "mean_latency_s": latency_s.mean(axis=1),
         "p90_latency_s": np.percentile(latency_s, 90, axis=1),
         "mean_job_s": jobs.latency_s.mean(axis=1),
-        "num_preempted": infos.num_preempted.sum(axis=1),
+        "num_preempted": steps.num_preempted.sum(axis=1),
         "num_cached": s.num_cached.sum(axis=1),
         "num_open": is_open.sum(axis=1),
     }

@@ -4,6 +4,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,7 +69,7 @@ def measure(setting: Setting, progress: lab.Progress) -> CostTable:
         calls[name] = functools.partial(
             compiled, params, state, now, policies=policies, evictions=rules
         )
-        usage = compiled.memory_analysis()
+        usage: Any = compiled.memory_analysis()
         memory[name] = usage.temp_size_in_bytes, usage.output_size_in_bytes
     one, many = (_simulation(setting, n) for n in (1, num))
     calls |= {"one simulation": one, SIMULATED: many}
