@@ -68,7 +68,9 @@ def branch(
         other static arguments of all branches. Branches of another drafter are another
         call of `branch`, on a state with the memory of that drafter.
       policies: policy of each branch.
-      evictions: eviction rule of each branch; None means the default rule for all.
+      evictions: eviction rule of each branch; None means the default rule for all. A
+        rule ranks pages when they become idle, so pages that are idle in `state` keep
+        their ranks.
       call_time: duration of a call, by which the clock of a branch advances; without
         work, the clock moves to the next arrival. None keeps the clock.
       num_calls: calls of `run` in each branch.

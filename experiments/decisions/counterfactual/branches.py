@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 from experiments import lab
 from experiments.harness import cut_held_out_prompts, load_text_model
@@ -26,7 +26,7 @@ from jaxkv.engine import (
     submit,
 )
 from jaxkv.ledger import EVENTS
-from jaxkv.memory import LFU, LRU, Eviction
+from jaxkv.memory import Eviction, Uses
 from jaxkv.models import PagedForward, make_model_pages
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy, RequestAttributes, ageing_priority, fcfs
@@ -47,7 +47,7 @@ class Config(lab.ConfigRecord):
 
     model: str = "stdlib-bytes"
     """Folder, or name of a bundled model."""
-    num_sessions: lab.PositiveInt = 6
+    num_sessions: lab.PositiveInt = 5
     """Sessions; each request of a session has the prompt of the one before, and more
     text."""
     turns: lab.PositiveInt = 4
@@ -72,7 +72,7 @@ class Config(lab.ConfigRecord):
     """Largest number of tokens fed in a step."""
     num_before: lab.PositiveInt = 32
     """Steps before the state that is continued."""
-    num_calls: lab.PositiveInt = 160
+    num_calls: lab.PositiveInt = 170
     """Steps of each branch; the clock advances after each."""
     step_s: lab.PositiveFloat = 0.02
     """Time of a step without rows, in s."""
@@ -96,7 +96,7 @@ class Config(lab.ConfigRecord):
     """Draft tokens of the branches with a drafter."""
     num_timed: lab.PositiveInt = 64
     """Branches of the measurement of time and memory."""
-    batch_sizes: tuple[lab.PositiveInt, ...] = (8, 64)
+    batch_sizes: tuple[lab.PositiveInt, ...] = (64,)
     """Branches that run at the same time, by `vmap`, in further measurements."""
     num_simulated: lab.PositiveInt = 400
     """Requests of the simulations that are timed."""
@@ -158,6 +158,16 @@ class LinearTime(NamedTuple):
         return self.step_s * steps + self.row_s * jnp.sum(rows)
 
 
+class LeastUsed(NamedTuple):
+    """Eviction by least recent or by least frequent use; one type for both rules."""
+
+    by_frequency: Bool[Array, ""]
+
+    def priority(self, uses: Uses) -> Int32[Array, "..."]:
+        """Returns the number of uses, or the tick of the last one."""
+        return jnp.where(self.by_frequency, uses.num_uses, uses.last_used)
+
+
 class Decision(NamedTuple):
     """Decisions of a branch, in the order of the tree."""
 
@@ -176,7 +186,7 @@ class Decision(NamedTuple):
     @property
     def rule(self) -> Eviction:
         """The eviction rule."""
-        return LRU() if self.eviction == "LRU" else LFU()
+        return LeastUsed(jnp.asarray(self.eviction == "LFU"))
 
 
 class BranchTable(lab.ResultTable):

@@ -19,7 +19,7 @@ NUM_CALLS = 16
 """Steps of each timed branch."""
 SEPARATE = "separate runs, call by call"
 MAPPED = "branches, one after another"
-BATCHED = "branches, {} at a time"
+BATCHED = "branches, {} at the same time"
 SIMULATED = "simulations, mapped"
 
 

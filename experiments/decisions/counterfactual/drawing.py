@@ -70,7 +70,7 @@ def plot(axes: "np.ndarray", table: BranchTable) -> None:
         (best, "*", lab.GREEN, "best"),
         (0, "D", lab.BLACK, "unchanged"),
     ):
-        look = {"color": lab.colors()[color], "markersize": 9, "label": label}
+        look = {"color": lab.colors()[color], "markersize": 7, "label": label}
         leaves.plot(place[i], regret[i], marker, linestyle="", zorder=3, **look)
     lab.draw_reference_line(leaves, 0.0)
     leaves.legend(loc="best")

@@ -189,8 +189,8 @@ def test_the_time_of_a_call_is_a_line_through_busy_calls() -> None:
 
 
 def _incident(calls: list[IncidentCall]) -> Incident:
-    fields: dict[str, Any] = dict.fromkeys(Incident._fields)
-    return Incident(**fields | {"calls": calls})
+    fields: dict[str, Any] = {**dict.fromkeys(Incident._fields), "calls": calls}
+    return Incident(**fields)
 
 
 @pytest.mark.thorough
