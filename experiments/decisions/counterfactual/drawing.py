@@ -17,6 +17,7 @@ NAMES = ("drafter", "eviction", "order [ms]", "chunk [rows]", "victim")
 NUM_LABELLED = 3
 """Levels whose nodes have labels; the ticks name the values of the rest."""
 SHOWN = "mean_latency_s"
+LABEL_POINTS = 9
 
 
 def plot(axes: "np.ndarray", table: BranchTable) -> None:
@@ -50,7 +51,7 @@ def plot(axes: "np.ndarray", table: BranchTable) -> None:
                     text,
                     ha="center",
                     va="center",
-                    fontsize=lab.SMALL_FONT,
+                    fontsize=LABEL_POINTS,
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
                     zorder=3,
                 )
