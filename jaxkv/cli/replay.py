@@ -75,6 +75,8 @@ def replay(folder: Path, options: ReplayOptions) -> CommandOutput:
             raise ValueError(
                 f"{folder}: is of another model: {name} of {model} differs"
             )
+    if not incident.calls:
+        raise ValueError(f"{folder}: has no calls")
     loading = from_plain(generate.ModelOptions, incident.loading, str(folder))
     engine = generate.load_engine(
         generate.read_model(model, loading), loading, **incident.bounds

@@ -195,7 +195,7 @@ def serve_model(
         engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
         recorder = None
         if options.keep_incidents is not None:
-            recorder = _make_recorder(engine, read, options, bounds)
+            recorder = make_recorder(engine, read, options, bounds)
         # From here on the event loop and the engine share the interpreter.
         sys.setswitchinterval(SWITCH_S)
         name = options.name or Path(model).name
@@ -238,13 +238,20 @@ def check_incident_options(options: ServeOptions, is_disaggregated: bool) -> Non
         )
 
 
-def _make_recorder(
+def make_recorder(
     engine: "Engine",
     read: generate.ReadModel,
     options: ServeOptions,
     bounds: dict[str, object],
 ) -> "IncidentRecorder":
-    """Makes the recorder of --keep-incidents."""
+    """Makes the recorder of --keep-incidents.
+
+    Args:
+      engine: the engine, without requests.
+      read: its model.
+      options: options of the command, with `keep_incidents`.
+      bounds: bounds by which the engine was made.
+    """
     from jaxkv.files import bundled_models
     from jaxkv.report import to_plain
     from jaxkv.server import (

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxkv.server.incident_recorder import IncidentRecorder, ModelOrigin
     from jaxkv.server.incident_replay import (
         IncidentEngine,
-        ReplayedCalls,
+        ReplayAgreement,
         ReplayTable,
     )
     from jaxkv.server.incidents import (

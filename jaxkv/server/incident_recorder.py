@@ -65,7 +65,7 @@ class _Checkpoint(NamedTuple):
     """Calls before the state."""
 
 
-class _RecordedCall(NamedTuple):
+class _CallRecord(NamedTuple):
     fields: dict[str, Any]
     """Fields of `IncidentCall`, except the rows."""
     requests: list[IncidentRequest]
@@ -130,7 +130,7 @@ class IncidentRecorder:
         self._max_incidents = max_incidents
         self._ring = collections.deque[_Checkpoint](maxlen=RING_STATES)
         num = (RING_STATES + 1) * CALLS_BETWEEN + CALLS_AFTER
-        self._calls = collections.deque[_RecordedCall](maxlen=num)
+        self._calls = collections.deque[_CallRecord](maxlen=num)
         self._num_calls = 0
         self._outcomes = collections.deque[IncidentOutcome](
             maxlen=num * config.max_sequences
@@ -155,7 +155,7 @@ class IncidentRecorder:
             "has_drained": call.drained is not None,
         }
         requests = [self._request_of(record) for record in call.batch]
-        self._calls.append(_RecordedCall(fields, requests, call.info.num_rows))
+        self._calls.append(_CallRecord(fields, requests, call.info.num_rows))
         self._num_calls += 1
         if self._breach is not None:
             self._calls_left -= 1
@@ -250,7 +250,7 @@ class IncidentRecorder:
     def _write(
         self,
         state: EngineState,
-        calls: list[_RecordedCall],
+        calls: list[_CallRecord],
         outcomes: list[IncidentOutcome],
         breach: dict[str, Any],
     ) -> None:
@@ -262,7 +262,7 @@ class IncidentRecorder:
             size = self.engine._vocab_size or 2**16
             mask = TokenMask(size)
             state = withhold_tokens(state, mask)
-            requests = [_masked(request, mask) for request in requests]
+            requests = [_mask_request(request, mask) for request in requests]
             outcomes = [x._replace(tokens=None) for x in outcomes]
         try:
             write_incident(
@@ -296,7 +296,7 @@ class IncidentRecorder:
                 shutil.rmtree(path.parent)
 
 
-def _masked(request: IncidentRequest, mask: TokenMask) -> IncidentRequest:
+def _mask_request(request: IncidentRequest, mask: TokenMask) -> IncidentRequest:
     """Returns a request without its tokens, stop tokens and stop strings."""
     return request._replace(
         prompt=mask.replace(request.prompt)[0],

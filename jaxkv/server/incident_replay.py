@@ -51,7 +51,7 @@ class CallTimeFit(NamedTuple):
         return self.call_s + self.row_s * rows
 
 
-class ReplayedCalls(NamedTuple):
+class ReplayAgreement(NamedTuple):
     """Result of a replay of the server's calls."""
 
     num_calls: int
@@ -116,7 +116,7 @@ class IncidentEngine:
         folder = self.incident.folder / STATE_FOLDER
         return load_state(folder, self.config, shapes.pages, shapes.memory)
 
-    def replay(self) -> ReplayedCalls:
+    def replay(self) -> ReplayAgreement:
         """Repeats the calls of the server under its own policy."""
         incident = self.incident
         state = self.load()
@@ -159,7 +159,7 @@ class IncidentEngine:
             answers[name] == tokens if tokens is not None else len(answers[name]) == num
             for name, (num, tokens) in expected.items()
         )
-        return ReplayedCalls(len(incident.calls), num_equal, len(expected), num_same)
+        return ReplayAgreement(len(incident.calls), num_equal, len(expected), num_same)
 
     def compare(self, policies: Mapping[str, Policy]) -> ReplayTable:
         """Continues the state under each policy, with the requests that followed.
@@ -232,7 +232,7 @@ class IncidentEngine:
             width=max(self.config.submit_width, self.config.max_slots),
         )
         return requests._replace(
-            limit=_limited(
+            limit=_set_limits(
                 requests.limit,
                 requests.prompt_length,
                 requests.request_id,
@@ -262,7 +262,7 @@ def fit_call_time(incident: Incident) -> CallTimeFit:
     return CallTimeFit(start, slope)
 
 
-def _limited(
+def _set_limits(
     limit: Any,
     prompt: Any,
     request_ids: Any,
@@ -283,7 +283,9 @@ def _limit_state(state: EngineState, lengths: Mapping[_Name, int]) -> EngineStat
     if not lengths:
         return state
     s = state.sequences
-    limit = _limited(s.limit, s.prompt_length, s.request_id, s.params.sample, lengths)
+    limit = _set_limits(
+        s.limit, s.prompt_length, s.request_id, s.params.sample, lengths
+    )
     return state._replace(sequences=s._replace(limit=jnp.asarray(limit, jnp.int32)))
 
 
