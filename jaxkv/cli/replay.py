@@ -6,7 +6,7 @@ The module imports only the standard library at the top, so that `--help` is fas
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from jaxkv import files
 from jaxkv.cli import generate, parsing
@@ -15,7 +15,8 @@ from jaxkv.cli.output import CommandOutput
 from jaxkv.cli.policy_names import parse_policy
 
 if TYPE_CHECKING:
-    from jaxkv.server import Incident, ReplayTable
+    from jaxkv.report import ReportPart
+    from jaxkv.server import Incident, JsonObject, ReplayTable
 
 NUM_SHOWN = 5
 """Requests of a policy that are printed: those that gained or lost most."""
@@ -100,7 +101,7 @@ def replay(folder: Path, options: ReplayOptions) -> CommandOutput:
     return CommandOutput(document, *_tables(document, table))
 
 
-def policy_rows(table: "ReplayTable", incident: "Incident") -> list[dict[str, Any]]:
+def policy_rows(table: "ReplayTable", incident: "Incident") -> "list[JsonObject]":
     """Returns latencies of each policy, over requests that end under all of them."""
     import numpy as np
 
@@ -108,7 +109,7 @@ def policy_rows(table: "ReplayTable", incident: "Incident") -> list[dict[str, An
     limits = incident.objectives
     rows = []
     for i, name in enumerate(table.policies):
-        row: dict[str, Any] = {
+        row: JsonObject = {
             "policy": name,
             "num_requests": int(ended.sum()),
             "num_open": int(np.isnan(table.latency_s[i]).sum()),
@@ -135,7 +136,7 @@ def policy_rows(table: "ReplayTable", incident: "Incident") -> list[dict[str, An
     return rows
 
 
-def request_rows(table: "ReplayTable") -> list[dict[str, Any]]:
+def request_rows(table: "ReplayTable") -> "list[JsonObject]":
     """Returns the times of each request, by policy."""
     return [
         {
@@ -154,8 +155,8 @@ def request_rows(table: "ReplayTable") -> list[dict[str, Any]]:
 
 
 def _tables(
-    document: dict[str, Any], table: "ReplayTable"
-) -> tuple[list[Any], list[str]]:
+    document: "JsonObject", table: "ReplayTable"
+) -> "tuple[list[ReportPart], list[str]]":
     """Returns the tables and the lines for a terminal."""
     from jaxkv.report import row_sheet
 

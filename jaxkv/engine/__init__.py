@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         EngineFields,
         EngineState,
         RequestKinds,
+        Sequences,
         init,
     )
     from jaxkv.engine.steps import StepInfo, plan_step, run_steps, step

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxkv.server.incidents import (
         Incident,
         IncidentObjectives,
+        JsonObject,
         model_digests,
         read_incident,
     )

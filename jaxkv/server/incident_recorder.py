@@ -16,10 +16,11 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array, Int32
 
 from jaxkv import validation
 from jaxkv.engine import EngineState
@@ -31,10 +32,18 @@ from jaxkv.server.incidents import (
     IncidentObjectives,
     IncidentOutcome,
     IncidentRequest,
+    JsonObject,
     write_incident,
 )
 from jaxkv.server.token_masks import TokenMask, withhold_tokens
-from jaxkv.serving import Completion, Engine, Event, check_free_memory
+from jaxkv.serving import (
+    Completion,
+    DispatchedCall,
+    Engine,
+    Event,
+    RequestRecord,
+    check_free_memory,
+)
 
 RING_STATES = 3
 """Copies of the state."""
@@ -51,9 +60,9 @@ class ModelOrigin(NamedTuple):
     """Folder of the model, or name of a bundled one."""
     digests: dict[str, str]
     """SHA-256 of its files."""
-    loading: dict[str, Any]
+    loading: JsonObject
     """Options by which it was loaded."""
-    bounds: dict[str, Any]
+    bounds: JsonObject
     """Bounds of the engine."""
     policy: str
     """Name of the scheduling policy."""
@@ -66,10 +75,10 @@ class _Checkpoint(NamedTuple):
 
 
 class _CallRecord(NamedTuple):
-    fields: dict[str, Any]
+    fields: JsonObject
     """Fields of `IncidentCall`, except the rows."""
     requests: list[IncidentRequest]
-    num_rows: Any
+    num_rows: Int32[Array, "steps slots"]
     """Rows of each step and slot, on the device until the incident is saved."""
 
 
@@ -135,13 +144,13 @@ class IncidentRecorder:
         self._outcomes = collections.deque[IncidentOutcome](
             maxlen=num * config.max_sequences
         )
-        self._breach: dict[str, Any] | None = None
+        self._breach: JsonObject | None = None
         self._calls_left = 0
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "jaxkv-incident")
         self._writing: concurrent.futures.Future | None = None
         engine.on_dispatch = self.record_call
 
-    def record_call(self, call: Any) -> None:
+    def record_call(self, call: DispatchedCall) -> None:
         """Records a dispatched call, and copies the state every `CALLS_BETWEEN` calls.
 
         A breach that is being recorded is saved after its last call.
@@ -186,7 +195,7 @@ class IncidentRecorder:
         self._writer.shutdown()
         self.engine.on_dispatch = None
 
-    def _breach_of(self, done: Completion) -> dict[str, Any] | None:
+    def _breach_of(self, done: Completion) -> JsonObject | None:
         """Returns the objective that a request has breached, or None."""
         if done.first_token_s is None:
             return None
@@ -205,7 +214,7 @@ class IncidentRecorder:
                 }
         return None
 
-    def _request_of(self, record: Any) -> IncidentRequest:
+    def _request_of(self, record: RequestRecord) -> IncidentRequest:
         key_id = record.request_id if record.key_id is None else record.key_id
         return IncidentRequest(
             request_id=record.request_id,
@@ -252,7 +261,7 @@ class IncidentRecorder:
         state: EngineState,
         calls: list[_CallRecord],
         outcomes: list[IncidentOutcome],
-        breach: dict[str, Any],
+        breach: JsonObject,
     ) -> None:
         """Writes an incident, and deletes the oldest ones above the bound."""
         now = time.strftime("%Y%m%dT%H%M%S", time.gmtime())

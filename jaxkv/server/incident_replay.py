@@ -21,6 +21,7 @@ from jaxkv.clock import from_seconds, to_seconds
 from jaxkv.engine import (
     EngineState,
     Requests,
+    Sequences,
     StepInfo,
     branch,
     cancel,
@@ -231,15 +232,7 @@ class IncidentEngine:
             eos_ids=tuple(self._engine.eos_ids) if self.incident.has_tokens else (),
             width=max(self.config.submit_width, self.config.max_slots),
         )
-        return requests._replace(
-            limit=_set_limits(
-                requests.limit,
-                requests.prompt_length,
-                requests.request_id,
-                requests.params.sample,
-                limits,
-            )
-        )
+        return _set_limits(requests, limits)
 
 
 def fit_call_time(incident: Incident) -> CallTimeFit:
@@ -262,31 +255,26 @@ def fit_call_time(incident: Incident) -> CallTimeFit:
     return CallTimeFit(start, slope)
 
 
-def _set_limits(
-    limit: Any,
-    prompt: Any,
-    request_ids: Any,
-    samples: Any,
-    lengths: Mapping[_Name, int],
-) -> Any:
-    """Returns limits with the lengths of known answers."""
-    limit = np.array(limit)
-    names = zip(np.asarray(request_ids), np.asarray(samples), strict=True)
+def _set_limits[T: (Requests, Sequences)](rows: T, lengths: Mapping[_Name, int]) -> T:
+    """Ends sequences at the lengths of known answers."""
+    limit = np.array(rows.limit)
+    prompt = np.asarray(rows.prompt_length)
+    names = zip(
+        np.asarray(rows.request_id).tolist(),
+        np.asarray(rows.params.sample).tolist(),
+        strict=True,
+    )
     for row, name in enumerate(names):
-        if (num := lengths.get((int(name[0]), int(name[1])))) is not None:
-            limit[row] = min(int(prompt[row]) + num, limit[row])
-    return limit
+        if (num := lengths.get(name)) is not None:
+            limit[row] = min(prompt[row] + num, limit[row])
+    return rows._replace(  # ty: ignore[invalid-explicit-return]
+        limit=jnp.asarray(limit, jnp.int32)
+    )
 
 
 def _limit_state(state: EngineState, lengths: Mapping[_Name, int]) -> EngineState:
-    """Ends sequences of the state at the lengths of known answers."""
-    if not lengths:
-        return state
-    s = state.sequences
-    limit = _set_limits(
-        s.limit, s.prompt_length, s.request_id, s.params.sample, lengths
-    )
-    return state._replace(sequences=s._replace(limit=jnp.asarray(limit, jnp.int32)))
+    """Ends the sequences of a state at the lengths of known answers."""
+    return state._replace(sequences=_set_limits(state.sequences, lengths))
 
 
 def _answers(state: EngineState) -> dict[_Name, list[int]]:

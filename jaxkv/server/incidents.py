@@ -11,7 +11,6 @@ answer that a later prompt repeats is not found in the prefix cache.
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,8 @@ STATE_FOLDER = "state"
 """Names in the folder."""
 FORMAT = 1
 """Version of the format."""
+type JsonObject = dict[str, Any]
+"""A parsed JSON object."""
 _PLAIN_FIELDS = (
     "model",
     "digests",
@@ -100,14 +101,14 @@ class Incident(NamedTuple):
     """Folder of the model, or name of a bundled one."""
     digests: dict[str, str]
     """SHA-256 of the files of the model."""
-    loading: dict[str, Any]
+    loading: JsonObject
     """Options by which the model was loaded."""
-    bounds: dict[str, Any]
+    bounds: JsonObject
     """Bounds of the engine."""
     policy: str
     """Name of the scheduling policy."""
     objectives: IncidentObjectives
-    breach: dict[str, Any]
+    breach: JsonObject
     """Request, name of the objective, seconds, and the objective."""
     has_tokens: bool
     """False if tokens are masked."""
@@ -167,13 +168,13 @@ def read_incident(folder: Path) -> Incident:
         raise ValueError(f"{path}: is no incident: {error}") from None
 
 
-def _read_request(row: Mapping[str, Any]) -> IncidentRequest:
+def _read_request(row: JsonObject) -> IncidentRequest:
     """Reads a request; lists of its sampling parameters become tuples again."""
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         name: tuple(x) if isinstance(x, list) else x
         for name, x in row["sampling"].items()
     }
-    values: dict[str, Any] = {**row, "sampling": Sampling(**fields)}
+    values: JsonObject = {**row, "sampling": Sampling(**fields)}
     values["attributes"] = RequestAttributes(**row["attributes"])
     return IncidentRequest(**values)
 

@@ -227,7 +227,7 @@ def mean_and_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values.mean(axis=-1), student_t(LEVEL, num - 1) * error
 
 
-class Setting:
+class BranchSetting:
     """The model, the decisions, and the jitted programs of an experiment."""
 
     def __init__(self, config: Config) -> None:
@@ -346,7 +346,7 @@ class Setting:
 
 
 def continue_all(
-    setting: Setting, progress: lab.Progress
+    setting: BranchSetting, progress: lab.Progress
 ) -> tuple[list[dict[str, Any]], tuple[int, int, int, int]]:
     """Continues the state of each seed in all branches.
 

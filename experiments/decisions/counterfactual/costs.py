@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from experiments import lab
-from experiments.decisions.counterfactual.branches import Decision, Setting
+from experiments.decisions.counterfactual.branches import BranchSetting, Decision
 from jaxkv import simulation
 from jaxkv.simulation import Capacity, SimulationMember, Work
 from jaxkv.workloads import make_workload
@@ -37,7 +37,7 @@ class CostTable(lab.ResultTable):
     state_bytes: lab.Floats = lab.column("memory of one state")
 
 
-def measure(setting: Setting, progress: lab.Progress) -> CostTable:
+def measure_costs(setting: BranchSetting, progress: lab.Progress) -> CostTable:
     """Times branches with their pages, in turns with separate runs and simulations."""
     num = setting.config.num_timed
     if progress.stopped:
@@ -95,7 +95,7 @@ def measure(setting: Setting, progress: lab.Progress) -> CostTable:
     return CostTable.of(rows)
 
 
-def _simulation(setting: Setting, num: int) -> Callable[[], object]:
+def _simulation(setting: BranchSetting, num: int) -> Callable[[], object]:
     """Returns a call that simulates the load of the experiment under `num` policies."""
     c = setting.config
     rng = np.random.default_rng(0)

@@ -53,10 +53,10 @@ class Result(lab.ResultRecord):
 
 def run(config: branches.Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Continues the states of all seeds, then measures time and memory."""
-    setting = branches.Setting(config)
+    setting = branches.BranchSetting(config)
     rows, comparison = branches.continue_all(setting, progress)
     table = BranchTable.of(rows)
-    return Result(table, costs.measure(setting, progress), *comparison)
+    return Result(table, costs.measure_costs(setting, progress), *comparison)
 
 
 @lab.claims_file(__file__).judge
