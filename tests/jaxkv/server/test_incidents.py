@@ -236,7 +236,8 @@ def test_the_oldest_incident_is_deleted(tmp_path: Path) -> None:
         recorder._write(engine.state, [], [], {"request_id": i})
     names = sorted(path.name[-3:] for path in tmp_path.iterdir())
     assert names == ["002", "003"]
-    assert read_incident(tmp_path / sorted(x.name for x in tmp_path.iterdir())[1])
+    last = tmp_path / max(x.name for x in tmp_path.iterdir())
+    assert read_incident(last).breach == {"request_id": 3}
 
 
 @pytest.mark.parametrize(
