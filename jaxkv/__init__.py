@@ -12,8 +12,8 @@ Public names by purpose:
 
     serve a model      Engine, Sampling, Completion, Event, bundled_model
     engine functions   EngineConfig, init, make_requests, submit, step, run_steps,
-                       drain, cancel, save_state, load_state; EngineState, Requests,
-                       StepInfo
+                       branch, drain, cancel, save_state, load_state; EngineState,
+                       Requests, StepInfo
     scheduling         fcfs, static, Policy, Counts, Plan, plan_in_order, schedule,
                        RequestAttributes, StallError
     models             Forward, ForwardResult, attend
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from jaxkv import speculation as speculation
     from jaxkv import text as text
     from jaxkv import workloads as workloads
+    from jaxkv.engine.branches import branch
     from jaxkv.engine.drafting import Speculation
     from jaxkv.engine.emitting import TokenHistory
     from jaxkv.engine.requests import Requests, cancel, drain, submit

@@ -31,6 +31,7 @@ QUICK = {"tutorials/scaling_law.md"}
 SLOW = {
     "tutorials/kv_memory.md",
     "tutorials/ladder.md",
+    "tutorials/replay_an_incident.md",
     "tutorials/reward.md",
     "tutorials/snapshots.md",
 }

@@ -1,1 +1,1 @@
-"""Decisions that need both halves of the project: training and serving."""
+"""Decisions: policies, futures of one state, and models to train and to serve."""

@@ -50,6 +50,10 @@ COMMANDS = {
     "serve": Command(
         "serve a model over HTTP, by OpenAI's API", "jaxkv.cli.serve:main"
     ),
+    "replay": Command(
+        "run an incident of a server again, under other policies",
+        "jaxkv.cli.replay:main",
+    ),
     "bench": Command("measure speed on this machine", "experiments.cli.commands:bench"),
     "cost": Command(
         "count a model's parameters, operations and bytes",

@@ -25,7 +25,8 @@ from jaxkv.files import model_folder
 from jaxkv.report import from_plain
 
 if TYPE_CHECKING:
-    pass
+    from jaxkv.server import IncidentRecorder
+    from jaxkv.serving import Engine
 
 API_KEY = "JAXKV_API_KEY"
 """Environment variable with the key, used without `--api-key`."""
@@ -96,6 +97,20 @@ class ServeOptions:
     """HOST:PORT of a Ray cluster's head; its token is in $RAY_AUTH_TOKEN."""
     service: Annotated[str | None, parsing.describe_default("drawn")] = None
     """Name under which routers of one cluster share workers."""
+    keep_incidents: Annotated[
+        Path | None, parsing.describe_default("none are kept")
+    ] = None
+    """Folder for the state and the requests around each breach of an objective; needs
+    one. `jaxkv replay` runs them again."""
+    objective_ttft: Annotated[float | None, parsing.describe_default("none")] = None
+    """Largest time to first token, in s."""
+    objective_tpot: Annotated[float | None, parsing.describe_default("none")] = None
+    """Largest time per output token after the first, in s."""
+    keep_prompts: bool = False
+    """Keep the tokens of prompts and answers in incidents; without them, the schedule
+    can be replayed, but no text."""
+    max_incidents: int = 8
+    """Largest number of incidents; the oldest is deleted."""
     config: Annotated[Path | None, parsing.describe_default("none")] = None
     """JSON object of these options to start from, such as {"decode": 2}."""
     loading: Annotated[generate.ModelOptions, parsing.UNNAMED] = dataclasses.field(
@@ -169,6 +184,7 @@ def serve_model(
     key = secrets.token_urlsafe(24) if api_key is None else api_key
     shown_key = key if api_key is None else None
     generate.check_drafting(options.loading)
+    check_incident_options(options, is_disaggregated)
     if is_disaggregated:
         return _serve_workers(model, options, key, shown_key, documents)
     read = generate.read_model(model, options.loading)
@@ -179,11 +195,90 @@ def serve_model(
         engine = generate.load_engine(read, options.loading, **bounds)
         # Compiles all programs before the first request.
         engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
+        recorder = None
+        if options.keep_incidents is not None:
+            recorder = make_recorder(engine, read, options, bounds)
         # From here on the event loop and the engine share the interpreter.
         sys.setswitchinterval(SWITCH_S)
         name = options.name or Path(model).name
-        with AsyncEngine(engine, model_name=name) as backend:
+        with AsyncEngine(engine, model_name=name, recorder=recorder) as backend:
             return serve_backend(backend, listener, options, shown_key, key, documents)
+
+
+def check_incident_options(options: ServeOptions, is_disaggregated: bool) -> None:
+    """Validates the options of incidents.
+
+    Raises:
+      ValueError: incidents have no objective, an objective or --keep-prompts has no
+        incidents, a number is out of range, or the engine's incidents are not
+        supported.
+    """
+    objectives = "objective_ttft", "objective_tpot"
+    for name in objectives:
+        parsing.refuse_outside(options, name, "above 0 and below 1e6", 1e-9, 1e6)
+    if not 1 <= options.max_incidents <= 1_000_000:
+        raise ValueError(
+            f"--max-incidents {options.max_incidents}: must be in [1, 1000000]"
+        )
+    if options.keep_incidents is None:
+        for name in (*objectives, "keep_prompts"):
+            if getattr(options, name):
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag}: needs --keep-incidents DIR")
+        return
+    flag = f"--keep-incidents {options.keep_incidents}"
+    if all(getattr(options, name) is None for name in objectives):
+        raise ValueError(f"{flag}: needs --objective-ttft S or --objective-tpot S")
+    if is_disaggregated:
+        raise ValueError(f"{flag}: is not supported with --decode and --prefill")
+    if options.loading.parallel:
+        raise ValueError(f"{flag}: is not supported with --parallel")
+    if not options.keep_prompts and (options.loading.speculate or options.max_beams):
+        raise ValueError(
+            f"{flag}: needs --keep-prompts with --speculate or --max-beams, since the "
+            "tokens of drafts and beams cannot be masked"
+        )
+
+
+def make_recorder(
+    engine: "Engine",
+    read: generate.ReadModel,
+    options: ServeOptions,
+    bounds: dict[str, object],
+) -> "IncidentRecorder":
+    """Makes the recorder of --keep-incidents.
+
+    Args:
+      engine: the engine, without requests.
+      read: its model.
+      options: options of the command, with `keep_incidents`.
+      bounds: bounds by which the engine was made.
+    """
+    from jaxkv.files import bundled_models
+    from jaxkv.report import to_plain
+    from jaxkv.server import (
+        IncidentObjectives,
+        IncidentRecorder,
+        ModelOrigin,
+        model_digests,
+    )
+
+    assert options.keep_incidents is not None
+    is_path = read.name not in bundled_models() or Path(read.name).is_dir()
+    return IncidentRecorder(
+        engine,
+        options.keep_incidents,
+        IncidentObjectives(options.objective_ttft, options.objective_tpot),
+        ModelOrigin(
+            model=str(read.folder.resolve()) if is_path else read.name,
+            digests=model_digests(read.folder),
+            loading=to_plain(options.loading),
+            bounds=to_plain(bounds),
+            policy="fcfs",
+        ),
+        keep_prompts=options.keep_prompts,
+        max_incidents=options.max_incidents,
+    )
 
 
 def _serve_workers(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxkv.engine.branches import CallTime, advance_clock, branch, widen
     from jaxkv.engine.counts import observe_engine
     from jaxkv.engine.drafting import (
         REPRODUCIBLE_TREES,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         EngineFields,
         EngineState,
         RequestKinds,
+        Sequences,
         init,
     )
     from jaxkv.engine.steps import StepInfo, plan_step, run_steps, step

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         DIGESTS,
         check_digests,
         digests,
+        file_digest,
         verify_checksums,
         verify_listed,
         write_checksums,

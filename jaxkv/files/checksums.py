@@ -18,7 +18,7 @@ def digests(folder: str | os.PathLike[str]) -> dict[str, str]:
     """Returns the SHA-256 of every file below a folder, by relative path."""
     folder = validation.path("folder", folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _digest(path) for path in paths}
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in paths}
 
 
 def check_digests(
@@ -70,7 +70,7 @@ def verify_checksums(folder: str | os.PathLike[str]) -> None:
     path = validation.path("folder", folder) / DIGESTS
     if not path.is_file():
         raise ValueError(f"{path}: is missing; it has the files' digests")
-    list_digest = {DIGESTS: _digest(path)}
+    list_digest = {DIGESTS: file_digest(path)}
     check_digests(folder, _read_list(path) | list_digest, DIGESTS)
 
 
@@ -100,11 +100,16 @@ def verify_listed(folder: str | os.PathLike[str], *names: str) -> None:
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path}: is missing, but {DIGESTS} lists it; {remedy}")
-        if _digest(path) != listed[name]:
+        if file_digest(path) != listed[name]:
             raise ValueError(f"{path}: is damaged or was changed; {remedy}")
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file.
+
+    Raises:
+      ValueError: the file cannot be read.
+    """
     with reporting_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -93,8 +93,12 @@ if TYPE_CHECKING:
         is_cached,
         make_prefix_cache,
         match,
+        replace_tokens,
     )
     from jaxkv.memory.prefixes.prefix_eviction import (
+        FIFO,
+        LFU,
+        LRU,
         Eviction,
         Uses,
         evict,

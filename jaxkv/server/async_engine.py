@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jaxkv import validation
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes, StallError
+from jaxkv.server.incident_recorder import IncidentRecorder
 from jaxkv.serving import Engine, Event
 
 SWITCH_S = 1e-4
@@ -36,10 +37,18 @@ class AsyncEngine:
     Args:
       engine: the engine.
       model_name: name of the model for HTTP clients.
+      recorder: records the engine, and is closed with it; None for no incidents.
     """
 
-    def __init__(self, engine: Engine, *, model_name: str = "model"):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_name: str = "model",
+        recorder: IncidentRecorder | None = None,
+    ):
         self.engine = engine
+        self._recorder = recorder
         self.model_name = model_name
         self._names = itertools.count()
         self._listeners: dict[int, _Listener] = {}
@@ -146,6 +155,8 @@ class AsyncEngine:
         self._has_work.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        if self._recorder is not None:
+            self._recorder.close()
         self._calls.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> "AsyncEngine":
@@ -177,6 +188,8 @@ class AsyncEngine:
                         engine.step()
                     except StallError as error:
                         self._end_stalled(error)
+                    if self._recorder is not None:
+                        self._recorder.observe(tuple(engine.tracker.events))
                     self._deliver(engine.tracker.events)
         except Exception as error:
             line = str(error).partition("\n")[0]

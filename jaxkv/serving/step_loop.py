@@ -57,6 +57,14 @@ class DispatchedCall:
     policy: Policy
     num_submitted: int
     """Sequences that were submitted just before the call."""
+    now_s: float = 0.0
+    """Clock of the call, in seconds since the engine was made."""
+    may_draft: bool = True
+    """False if the steps ran without drafts."""
+    batch: Sequence[RequestRecord] = ()
+    """Requests that were submitted just before the call."""
+    cancels: tuple[np.ndarray, np.ndarray] | None = None
+    """Ids and samples that were cancelled just after the call."""
     drained: DrainedSequences | None = None
     table: Any = None
     """Copies of the slots' page ids, lengths and sequences after the last step."""
@@ -287,24 +295,24 @@ class StepLoop:
         if tracker.has_cancels() or tracker.needs_drain():
             self._compile_drain(cancels=tracker.has_cancels())
         with interrupts.defer_signals():
-            batch = tracker.next_batch(self.now()) if self._may_submit else []
+            now_s = self.now()
+            batch = tracker.next_batch(now_s) if self._may_submit else []
             requests = self._pack_requests(batch) if batch else None
             with self._lost_on_error():
                 if requests is not None:
                     self.state, _ = self._programs["submit"](self.state, requests)
                     tracker.mark_submitted(batch)
+                may_draft = not self._skips_drafts
                 self.state, info = self._programs.run_steps(
-                    self.params,
-                    self.state,
-                    self.now(),
-                    self.rules,
-                    kinds,
-                    not self._skips_drafts,
+                    self.params, self.state, now_s, self.rules, kinds, may_draft
                 )
                 call = DispatchedCall(
                     info=info,
                     policy=self.policy,
                     num_submitted=sum(len(record.answers) for record in batch),
+                    now_s=now_s,
+                    may_draft=may_draft,
+                    batch=batch,
                 )
                 self.unread.append(call)
                 # For `page_table`, before the next call consumes the state.
@@ -316,7 +324,7 @@ class StepLoop:
                 if self._keep_trace:
                     call.num_pending = tracker.num_pending(self.now())
                 if tracker.has_cancels():
-                    names, samples = tracker.next_cancels()
+                    call.cancels = names, samples = tracker.next_cancels()
                     self.state = self._programs["cancel"](
                         self.state, names, samples, eviction=self.rules.eviction
                     )

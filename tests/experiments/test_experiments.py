@@ -127,6 +127,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_requests": 0}, "num_requests=0 must be at least 1"),
         ({"mean_output_tokens": 0.0}, "mean_output_tokens=0.0 must be"),
     ],
+    "counterfactual": [
+        ({"levels_ms": ()}, "levels_ms=() must have at least one entry"),
+        ({"drafters": ("ngram",)}, "must begin with 'none'"),
+        ({"num_seeds": 1}, "num_seeds=1 must be"),
+        ({"num_pages": 2}, "num_pages=2 must hold a prompt and its longest answer"),
+    ],
     "bench_fit": [
         ({"num_points": 15}, "num_points=15 must be at least 16"),
         ({"num_pieces": 0}, "num_pieces=0 must be in"),

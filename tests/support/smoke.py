@@ -19,6 +19,7 @@ QUICK = {"bench_fit", "cost_check"}
 SLOW = {
     *("agents", "batching", "bench_decode", "bench_device", "bench_kernels"),
     *("bench_simulate", "bundled_heads", "calibration", "chatbot", "chunked_prefill"),
+    "counterfactual",
     *("deepseek", "disaggregation", "expert_parallel", "experts", "fit_coverage"),
     *("flash_attention", "isoflop", "jacobi", "known_entropy", "kv_cache"),
     *("learning_rate", "memory_waste", "page_tables", "preemption", "prefix_caching"),

@@ -286,6 +286,50 @@ def insert_unpinned(
     return cache, entered, cached
 
 
+def replace_tokens(
+    cache: PrefixCache, tokens: Int32[Array, "pages page_size"]
+) -> PrefixCache:
+    """Replaces the tokens of all cached pages, and the hashes that find them.
+
+    Pages that are not cached lose their former content. The order of eviction and all
+    counts stay. Reads every page, level by level.
+
+    Args:
+      cache: the prefix cache.
+      tokens: tokens of each page; pages of equal parents must differ as before.
+
+    Raises:
+      ValueError: a bucket is full, so that a page could not be found.
+    """
+    depth = np.asarray(cache.depth)
+    content = np.where(depth[:, None] >= 0, np.asarray(cache.content), 0)
+    new_tokens = np.where(depth[:, None] >= 0, np.asarray(tokens), 0)
+    content[:, _SALT + 1 :] = new_tokens
+    parent = content[:, _PARENT]
+    for level in range(depth.max(initial=-1) + 1):
+        pages = np.flatnonzero(depth == level)
+        hashed = np.asarray(
+            _hash(
+                cache._replace(content=jnp.asarray(content)),
+                jnp.asarray(parent[pages]),
+                jnp.asarray(new_tokens[pages]),
+                jnp.asarray(content[pages, _SALT]).astype(jnp.uint32),
+            )
+        )
+        content[pages, _HASH] = hashed.astype(np.int32)
+    buckets = np.full(cache.buckets.shape, NO_PAGE, np.int32)
+    pages = np.flatnonzero(depth >= 0)
+    words = jnp.asarray(content[pages, _HASH]).astype(jnp.uint32)
+    for page, bucket in zip(pages, np.asarray(bucket_of(cache, words)), strict=True):
+        empty = np.flatnonzero(buckets[bucket] == NO_PAGE)
+        if not empty.size:
+            raise ValueError(f"bucket {bucket} has more than {BUCKET_SIZE} pages")
+        buckets[bucket, empty[0]] = page
+    return cache._replace(
+        content=jnp.asarray(content, jnp.int32), buckets=jnp.asarray(buckets)
+    )
+
+
 def count_prefix_faults(cache: PrefixCache, pool: Pool) -> Int32[Array, ""]:
     """Counts violations of the invariant of the prefix cache (I7); 0 if it is sound.
 

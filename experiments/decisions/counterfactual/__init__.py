@@ -1,0 +1,1 @@
+"""One state of an engine under load, continued under many policies."""
