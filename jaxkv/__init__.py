@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from jaxkv import simulation as simulation
     from jaxkv import speculation as speculation
     from jaxkv import text as text
+    from jaxkv import verification as verification
     from jaxkv import workloads as workloads
     from jaxkv.engine.drafting import Speculation
     from jaxkv.engine.emitting import TokenHistory

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         check_policy,
         holds_finished,
         limit_draft_lengths,
+        overtaking_bound_s,
         plan_by,
         plan_in_order,
         schedule,

@@ -1,0 +1,1 @@
+"""Decisions by search: policies, branches of an engine, total cost."""
