@@ -34,7 +34,6 @@ from experiments.decisions.policy_search.optimizer import (
 from jaxkv import scheduling, simulation, validation
 from jaxkv.scheduling import (
     ADMISSION_FEATURES,
-    VICTIM_FEATURES,
     LinearScore,
     Policy,
     linear_score,
@@ -52,9 +51,22 @@ RANDOM = "random search"
 BASE = "FCFS + LRU"
 ORACLE = "oracle of the remaining job"
 OLDEST = "oldest job"
-UNSEARCHED = ("cached_tokens",)
-"""Features that are constant in the simulator."""
-ADMISSION = tuple(x for x in ADMISSION_FEATURES if x not in UNSEARCHED)
+SPLIT = Path(__file__).with_name("split.json")
+"""Part and SHA-256 of each hour of the config `cpu`, committed before the search."""
+ADMISSION = tuple(x for x in ADMISSION_FEATURES if x != "cached_tokens")
+"""Searched features of waiting requests: without the one that is 0 in the simulator."""
+VICTIM = ("length", "recompute", "lived", "younger")
+"""Searched features of running requests."""
+RULES = (
+    {},
+    {"new_tokens": 1.0},
+    {"younger": 1.0},
+    {"priority": 1.0},
+    {"priority": -1.0},
+    {"session_waiting": 1.0},
+)
+"""Orders of the queue in the first generation of both searches: first come, shortest
+prompt, oldest job, least and most attained job, sessions with few waiting requests."""
 
 
 class Config(lab.ConfigRecord):
@@ -62,17 +74,17 @@ class Config(lab.ConfigRecord):
 
     traffics: tuple[str, ...] = tuple(AGENTS)
     """Agent traffics, names of `loads.AGENTS`."""
-    jobs_per_s: lab.PositiveFloats = (0.75, 0.9, 0.8, 0.6)
+    jobs_per_s: lab.PositiveFloats = (0.3, 0.9, 0.35, 0.3)
     """Rate of each agent traffic in jobs per second."""
-    num_jobs: lab.PositiveInt = 20
+    num_jobs: lab.PositiveInt = 24
     """Jobs of an hour: its length is that of their arrivals and answers."""
     recorded: tuple[str, ...] = ("azure_conv", "azure_code")
     """Recorded traces in the folder JAXKV_DATA; absent ones are skipped."""
-    recorded_per_s: lab.PositiveFloats = (1.4, 2.6)
+    recorded_per_s: lab.PositiveFloats = (1.4, 1.1)
     """Rate of each recorded trace in requests per second."""
     num_requests: lab.PositiveInt = 300
     """Requests of a recorded hour."""
-    hours: lab.PositiveInts = (4, 2, 4)
+    hours: lab.PositiveInts = (4, 2, 3)
     """Hours of each traffic for training, validation and test."""
     transfer: lab.PositiveFloat = 0.85
     """Rate of the second test, relative to that of the search."""
@@ -82,9 +94,9 @@ class Config(lab.ConfigRecord):
     """Device."""
     tensor_parallel: lab.PositiveInt = 4
     """Devices that divide the model."""
-    max_num_seqs: lab.PositiveInt = 16
+    max_num_seqs: lab.PositiveInt = 8
     """Slots."""
-    num_pages: lab.PositiveInt = 1200
+    num_pages: lab.PositiveInt = 600
     """Pages of the pool, of 16 tokens; with all slots in use, some are preempted."""
     token_budget: lab.PositiveInt = 2048
     """Largest number of tokens fed in a step."""
@@ -315,31 +327,28 @@ def _padded(workload: Workload) -> Workload:
     return pad_workload(workload, num, sizes)
 
 
-@dataclasses.dataclass(frozen=True)
-class SearchSpace:
-    """Points of the search, and their policies."""
+POINT_SIZE = len(ADMISSION) + len(VICTIM) + 3
+"""Coordinates of a point of the search."""
 
-    has_sessions: bool
 
-    @property
-    def size(self) -> int:
-        """Coordinates of a point."""
-        return len(ADMISSION) + len(VICTIM_FEATURES) + 3
+def policy_of(point: Float[np.ndarray, " size"]) -> LinearScore:
+    """Returns the policy of a point; that of the origin is FCFS with ageing."""
+    weights = np.clip(point, -9.99, 9.99).tolist()
+    num = len(ADMISSION)
+    age, chunk, watermark = weights[-3:]
+    return linear_score(
+        admission=dict(zip(ADMISSION, weights[:num], strict=True)),
+        victim=dict(zip(VICTIM, weights[num:-3], strict=True)),
+        age_per_s=float(np.clip(0.05 * 10.0 ** (0.7 * age), 0.01, 9.99)),
+        chunk_size=int(np.clip(2.0 ** (10 + chunk), 64, 2048)),
+        watermark=int(np.clip(10 * watermark, 0, 200)),
+    )
 
-    def policy(self, point: Float[np.ndarray, " size"]) -> LinearScore:
-        """Returns the policy of a point; the origin is close to FCFS."""
-        weights = np.clip(point, -9.99, 9.99).tolist()
-        num = len(ADMISSION)
-        admission = dict(zip(ADMISSION, weights[:num], strict=True))
-        victim = dict(zip(VICTIM_FEATURES, weights[num:-3], strict=True))
-        age, chunk, watermark = weights[-3:]
-        return linear_score(
-            admission=admission,
-            victim=victim,
-            age_per_s=float(np.clip(0.05 * 10.0 ** (0.7 * age), 0.01, 9.99)),
-            chunk_size=int(np.clip(2.0 ** (10 + chunk), 64, 2048)),
-            watermark=int(np.clip(10 * watermark, 0, 200)),
-        )
+
+def point_of(rule: dict[str, float]) -> Float[np.ndarray, " size"]:
+    """Returns the point of a rule of `RULES`, with little ageing and whole chunks."""
+    weights = [rule.get(x, 0.0) for x in ADMISSION] + [0.0] * len(VICTIM)
+    return np.array([*weights, -1.0, 1.0, 0.0])
 
 
 def objective(
@@ -368,18 +377,13 @@ class Family(NamedTuple):
     """The same hours at another rate."""
 
 
-def read_split() -> dict[str, dict[str, str]]:
-    """Returns part and SHA-256 of each committed hour of the config `cpu`."""
-    return json.loads(Path(__file__).with_name("split.json").read_text("utf-8"))
-
-
 def make_families(config: Config) -> tuple[list[Family], list[str]]:
     """Makes the splits; no hour is read.
 
     Returns:
       The families, and the traces that are absent.
     """
-    committed = read_split()
+    committed = json.loads(SPLIT.read_text("utf-8"))
     plain = CONFIGS["cpu"]
     fields = ("num_jobs", "jobs_per_s", "num_requests", "recorded_per_s", "hours")
     has_digests = all(getattr(config, x) == getattr(plain, x) for x in fields)
@@ -387,13 +391,13 @@ def make_families(config: Config) -> tuple[list[Family], list[str]]:
     rates = dict(zip(config.traffics, config.jobs_per_s, strict=False))
 
     def read_agents(name: str, *, factor: float) -> Hour:
-        _, traffic, seed = name.split("/")
+        _, traffic, number = name.split("/")
         law = dataclasses.replace(
             AGENTS[traffic],
             num_jobs=config.num_jobs,
             jobs_per_s=factor * rates[traffic],
         )
-        return loads.draw_agent_hour(name, law, int(seed))
+        return loads.draw_agent_hour(name, law, int(number))
 
     recorded_rates = dict(zip(config.recorded, config.recorded_per_s, strict=False))
 
@@ -478,7 +482,6 @@ def _search(
     progress: lab.Progress,
 ) -> dict[str, LinearScore]:
     """Runs both searches on the train hours, and selects on the validation hours."""
-    space = SearchSpace(has_sessions=family.name == "agents")
     train = family.split.hours("train")
     by_traffic: dict[str, list[Hour]] = {}
     for hour in train:
@@ -492,13 +495,13 @@ def _search(
     held_out_base = simulator.run([plain], held_out)
     optimizers: dict[str, Optimizer] = {
         FOUND: CMASearch(
-            space.size,
+            POINT_SIZE,
             population=config.population,
             sigma=config.sigma,
             seed=config.seed,
         ),
         RANDOM: RandomSearch(
-            space.size,
+            POINT_SIZE,
             population=config.population,
             sigma=2 * config.sigma,
             seed=config.seed,
@@ -515,7 +518,10 @@ def _search(
                 for i in range(num)
             ]
             points = optimizer.ask()
-            policies = [space.policy(x) for x in points]
+            if generation == 0:
+                rules = RULES[: config.population // 2]
+                points[: len(rules)] = [point_of(x) for x in rules]
+            policies = [policy_of(x) for x in points]
             metrics = simulator.run(policies, hours)
             values = objective(config, metrics, [base[x.name] for x in hours])
             optimizer.tell(points, values)
@@ -538,7 +544,7 @@ def _search(
         center = optimizer.center()
         points = [] if center is None else [center]
         points += [x for _, x in scored[: config.population - len(points)]]
-        policies = [space.policy(x) for x in points]
+        policies = [policy_of(x) for x in points]
         metrics = simulator.run(policies, held_out)
         values = objective(config, metrics, held_out_base)
         best = int(np.argmin(values))

@@ -6,6 +6,7 @@ validation, then the test. `split.json` has the parts and the SHA-256 of each ho
 contents, committed before the search.
 """
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -111,11 +112,14 @@ def draw_agent_hour(name: str, law: AgentTraffic, seed: int) -> Hour:
     return Hour(name, workload, load.job, load.remaining)
 
 
+_read_recording = functools.cache(functools.partial(read_recording, skip_empty=True))
+
+
 def read_recorded_hour(
     name: str, path: Path, index: int, *, num_requests: int, rate: float
 ) -> Hour:
     """Reads consecutive requests of a recording, at a mean rate per second."""
-    recording = read_recording(path, skip_empty=True)
+    recording = _read_recording(path)
     here = slice(index * num_requests, (index + 1) * num_requests)
     prompt = recording.prompt[here].astype(np.int64)
     output = recording.output[here].astype(np.int64)
@@ -172,7 +176,9 @@ class HourSplit:
           ValueError: the contents of an hour differ from their committed SHA-256.
         """
         if part == "test" and not self.search_ended:
-            raise RuntimeError("test hours must not be read before the search has ended")
+            raise RuntimeError(
+                "test hours must not be read before the search has ended"
+            )
         names = [name for name, its_part in self.parts.items() if its_part == part]
         return [self.hour(name) for name in names]
 

@@ -82,7 +82,9 @@ def test_a_policy_without_a_hole_holds_until_engine_or_tokens_differ(
     assert "engine: holds" in str(report)
     replay = policy_checks.replay_in_engine
 
-    def of_another_policy(w: Any, steps: Any, policy: Any, *args: Any, **more: Any) -> Any:
+    def of_another_policy(
+        w: Any, steps: Any, policy: Any, *args: Any, **more: Any
+    ) -> Any:
         return replay(w, steps, Planted(jnp.int32(OTHER)), *args, **more)
 
     with monkeypatch.context() as patch:
@@ -154,8 +156,12 @@ class Fixed(NamedTuple):
 def test_a_plan_without_faults_is_not_corrected(raw: Plan, kind: int) -> None:
     """What `schedule` corrects is flagged; valid parts of drawn plans are not."""
     if kind:  # nearly valid
-        raw = scheduling.fcfs().plan(jax.tree.map(jnp.asarray, BUSY))._replace(
-            **{name: getattr(raw, name) for name in Plan._fields[kind::3][:1]}
+        raw = (
+            scheduling.fcfs()
+            .plan(jax.tree.map(jnp.asarray, BUSY))
+            ._replace(
+                **{name: getattr(raw, name) for name in Plan._fields[kind::3][:1]}
+            )
         )
         raw = jax.tree.map(np.asarray, raw)
     faults = policy_checks._find_plan_faults(
