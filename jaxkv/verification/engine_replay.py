@@ -74,7 +74,7 @@ def engine_requests(
     )
     arrival = np.repeat(np.asarray(w.arrival), np.asarray(w.samples), axis=0)
     short = config.submit_width - len(arrival)
-    return requests._replace(arrival=np.pad(arrival, [(0, short), (0, 0)]))
+    return requests._replace(arrival=jnp.asarray(np.pad(arrival, [(0, short), (0, 0)])))
 
 
 def replay_in_engine(
@@ -139,7 +139,7 @@ def find_difference(simulated: SimulatedStep, replay: EngineReplay) -> str | Non
     drafts = 0 if work.num_drafts is None else work.num_drafts
     # The engine counts after ended sequences have released their pages.
     stay = (simulated.num_finished == 0) & ~infos.held.any(axis=1)
-    columns = {
+    columns: dict[str, tuple[Any, Any]] = {
         "rows": (
             work.num_decodes + work.num_prompt_rows + drafts,
             infos.num_rows.sum(axis=1),
@@ -226,7 +226,8 @@ class _SessionClient:
             length = np.where(is_mine, requests.prompt_length, 0)
             arrival = np.where(is_mine[:, None], divmod(at_us, 1_000_000), 0)
             one = requests._replace(
-                prompt_length=length.astype(np.int32), arrival=arrival.astype(np.int32)
+                prompt_length=jnp.asarray(length, jnp.int32),
+                arrival=jnp.asarray(arrival, jnp.int32),
             )
             state, was_accepted = _submit(state, one, config=self._config)
             assert int(was_accepted.sum()) == self._samples[i]

@@ -82,8 +82,8 @@ class RandomLoad:
             attributes=RequestAttributes(**{name: column(name) for name in names}),
         )
         w = w._replace(
-            samples=np.asarray(column("samples"), np.int32),
-            limit=np.asarray(w.prompt) + np.asarray(w.output),
+            samples=jnp.asarray(column("samples"), jnp.int32),
+            limit=w.prompt + w.output,
         )
         size = len(rows) if num is None else num
         return jax.tree.map(jnp.asarray, pad_workload(w, size, (_WIDTH, size, size)))

@@ -156,17 +156,17 @@ class _PlanFaults(NamedTuple):
     wrong_drafts: Bool[Array, "*steps"]
 
 
-_FAULT_TEXTS = _PlanFaults(
-    preempts_idle="Plan.preempt marks a slot without a running sequence",
-    preempts_part="Plan.preempt marks a sequence of a request and not the others",
-    swaps_others="Plan.swap marks a sequence that Plan.preempt does not mark",
-    admits_unmarked="Plan.admit marks a request that Counts.waiting does not mark",
-    wrong_rows="Plan.num_rows is negative or exceeds the tokens left to feed",
-    wrong_head_rows="Plan.head_rows is negative or exceeds the tokens left to feed",
-    over_budget="the rows of the plan exceed the token budget",
-    wrong_places="Plan.places does not cover the rows or exceeds the largest length",
-    wrong_drafts="Plan.drafts is negative or exceeds Counts.drafts",
-)
+_FAULT_TEXTS = {
+    "preempts_idle": "Plan.preempt marks a slot without a running sequence",
+    "preempts_part": "Plan.preempt marks a sequence of a request and not the others",
+    "swaps_others": "Plan.swap marks a sequence that Plan.preempt does not mark",
+    "admits_unmarked": "Plan.admit marks a request that Counts.waiting does not mark",
+    "wrong_rows": "Plan.num_rows is negative or exceeds the tokens left to feed",
+    "wrong_head_rows": "Plan.head_rows is negative or exceeds the tokens left to feed",
+    "over_budget": "the rows of the plan exceed the token budget",
+    "wrong_places": "Plan.places does not cover the rows or exceeds the largest length",
+    "wrong_drafts": "Plan.drafts is negative or exceeds Counts.drafts",
+}
 
 
 def _find_plan_faults(c: Counts, plan: Plan) -> _PlanFaults:
@@ -265,7 +265,7 @@ def _simulate(
         for name, is_wrong in faults._asdict().items():
             if is_wrong.any() and fault is None:
                 step = begin + int(np.argmax(is_wrong))
-                text = f"step {step}: {getattr(_FAULT_TEXTS, name)}"
+                text = f"step {step}: {_FAULT_TEXTS[name]}"
                 fault = CHECKS[0], text
         if fault is None and not infos.enough.all():
             step = begin + int(np.argmin(infos.enough))
@@ -362,7 +362,7 @@ def _serve_first_come(load: RandomLoad) -> dict[tuple[int, int], list[int]]:
     requests = engine_requests(
         workload, _CONFIG, seed=load.seed, vocab_size=_MODEL.vocab_size
     )
-    requests = requests._replace(arrival=np.zeros_like(requests.arrival))
+    requests = requests._replace(arrival=jnp.zeros_like(requests.arrival))
     state = init(_CONFIG, make_model_pages(_MODEL, _CONFIG))
     state, _ = _submit(state, requests, config=_CONFIG)
     parts = []

@@ -16,9 +16,8 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Float
 from scipy import stats
@@ -51,6 +50,8 @@ RANDOM = "random search"
 BASE = "FCFS + LRU"
 ORACLE = "oracle of the remaining job"
 OLDEST = "oldest job"
+RIVALS = ("vLLM", "shortest remaining", "ageing", "earliest deadline", "fair share")
+"""Policies of the library that know no more than a server."""
 SPLIT = Path(__file__).with_name("split.json")
 """Part and SHA-256 of each hour of the config `cpu`, committed before the search."""
 ADMISSION = tuple(x for x in ADMISSION_FEATURES if x != "cached_tokens")
@@ -118,6 +119,8 @@ class Config(lab.ConfigRecord):
     """Objective of the time to first token."""
     per_token_s: lab.PositiveFloat = 0.05
     """Objective of the time per output token."""
+    rivals: Annotated[tuple[str, ...], lab.Choices(RIVALS)] = RIVALS
+    """Policies of the library, in addition to `FCFS + LRU` and the oracle."""
     verified_loads: lab.PositiveInt = 3
     """Random loads on which the engine serves the winner."""
     seed: lab.NonNegativeInt = 0
@@ -148,10 +151,11 @@ CONFIGS = {
         hours=(1, 1, 1),
         population=4,
         generations=2,
+        rivals=("vLLM",),
         verified_loads=1,
     ),
     "cpu": Config(),
-    "quick": Config(generations=7),
+    "quick": Config(generations=6),
 }
 
 
@@ -561,7 +565,7 @@ def _search(
     return chosen
 
 
-def rivals(family: str) -> dict[str, tuple[Policy, bool]]:
+def make_rivals(config: Config, family: str) -> dict[str, tuple[Policy, bool]]:
     """Returns the policies of the library by name, and whether each is the oracle."""
     # No request waits for 1,000 s, so a priority always precedes the arrival.
     by_priority = scheduling.ageing_priority(level_ms=1_000_000)
@@ -575,7 +579,8 @@ def rivals(family: str) -> dict[str, tuple[Policy, bool]]:
     if family == "agents":
         policies["fair share"] = scheduling.fair_share(), False
     policies[ORACLE] = by_priority, True
-    return policies
+    names = (BASE, *config.rivals, ORACLE)
+    return {name: x for name, x in policies.items() if name in names}
 
 
 def _test(
@@ -594,7 +599,7 @@ def _test(
         hours = split.hours("test")
         named = [*scores.items()]
         results = [(simulator.run([x for _, x in named], hours), [x for x, _ in named])]
-        for name, (policy, is_oracle) in rivals(family.name).items():
+        for name, (policy, is_oracle) in make_rivals(config, family.name).items():
             progress.show(f"{family.name}, {test}: {name}")
             metrics = simulator.run([policy], hours, is_oracle=is_oracle)
             results.append((metrics, [name]))
@@ -671,24 +676,26 @@ def plot(axes: np.ndarray, result: Result) -> None:
     family = result.generations.family[0]
     for name in (FOUND, RANDOM):
         part = result.generations.where(family=family, search=name)
-        best = np.minimum.accumulate(part.median_objective)
-        lab.draw_curve(axes[0], part.generation + 1, best, name, name)
+        x = part.generation + 1
+        lab.draw_curve(axes[0], x, part.median_objective, name, name)
     lab.draw_reference_line(axes[0], 0)
-    label = "least median objective so far [1]"
-    lab.set_labels(axes[0], "Objective of train hours", "generation [1]", label)
-    axes[0].legend(loc="lower left")
+    title = "Objective of a generation"
+    lab.set_labels(axes[0], title, "generation [1]", "median, FCFS is 0 [1]")
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    axes[0].legend(loc="best")
     part = result.ratios.where(family=family, test="test", policy=BASE)
     traffics = [x for x in part.distinct("traffic") if x != "all"]
     place = np.arange(len(traffics))
-    for name in (FOUND, best_shipped(result.ratios, family, "test"), ORACLE):
+    shipped = best_shipped(result.ratios, family, "test")
+    for name, style in ((FOUND, FOUND), (shipped, "best shipped"), (ORACLE, ORACLE)):
         ratio = [ratio_of(result.ratios, family, "test", x, name) for x in traffics]
-        lab.draw_curve(axes[1], place, np.array(ratio), name, name, linestyle="")
+        lab.draw_curve(axes[1], place, np.array(ratio), style, name, linestyle="")
     lab.draw_reference_line(axes[1], 1)
     axes[1].set_xticks(place, [x.rpartition("/")[2] for x in traffics])
     y = "P90 job time / FCFS + LRU [ratio]"
     all_ratio = ratio_of(result.ratios, family, "test", "all", FOUND)
     title = f"Test hours: {100 * (all_ratio - 1):+.0f} % by the policy found"
-    lab.set_labels(axes[1], title, "traffic [1]", y)
+    lab.set_labels(axes[1], title, "traffic of agents", y)
     axes[1].margins(x=0.15, y=0.15)
     axes[1].legend(loc="best")
 

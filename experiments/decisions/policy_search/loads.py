@@ -76,7 +76,7 @@ class Hour(NamedTuple):
         )
 
 
-def part_of(names: Sequence[str], shares: tuple[int, int, int]) -> dict[str, str]:
+def part_of(names: Sequence[str], shares: Sequence[int]) -> dict[str, str]:
     """Returns the part of each hour of a traffic, by the order of SHA-256 of names.
 
     Args:

@@ -54,9 +54,9 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_file_defines_a_class_a_function_or_a_policy(file: Path) -> None:
-    assert find_policy(f"{file}:Mine").limit == 3  # ty: ignore[unresolved-attribute]
+    assert find_policy(f"{file}:Mine").limit == 3  # ty: ignore[missing-attribute]
     for name in ("make", "made"):
-        assert find_policy(f"{file}:{name}").chunk_size == 5  # ty: ignore[unresolved-attribute]
+        assert find_policy(f"{file}:{name}").chunk_size == 5  # ty: ignore[missing-attribute]
 
 
 @pytest.mark.parametrize(
