@@ -23,7 +23,8 @@ Public names by purpose:
     debugging          InvariantError
 
 Sub-packages have the rest: `jaxkv.simulation` simulates the schedule with a cost model,
-`jaxkv.decoding` decodes without a scheduler, `jaxkv.workloads` makes loads and metrics.
+`jaxkv.decoding` decodes without a scheduler, `jaxkv.workloads` makes loads and metrics,
+`jaxkv.verification` tests a policy by random loads.
 
 Terms:
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     )
     from jaxkv.verification.loads import RandomLoad, draw_random_load
     from jaxkv.verification.policy_checks import (
-        CHECKS,
+        POLICY_CHECKS,
         PolicyFault,
         PolicyReport,
         verify_policy,

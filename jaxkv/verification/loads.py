@@ -12,9 +12,9 @@ from jaxkv.scheduling import NO_DEADLINE, RequestAttributes
 from jaxkv.simulation import pad_workload
 from jaxkv.workloads import Workload, make_workload
 
-MAX_TOKENS = 20
+LONGEST_PART = 20
 """Longest prompt, and longest answer."""
-MAX_SAMPLES = 2
+MAX_SEQUENCES_EACH = 2
 """Largest number of sequences of a request."""
 _WIDTH = 3
 """Largest number of requests that a request waits for."""
@@ -109,9 +109,9 @@ def draw_random_load(seed: int, num: int) -> RandomLoad:
     rng = np.random.default_rng(seed)
     has_sessions = rng.random() < 0.5
     gap_s = rng.choice([0.2, 1.0, 4.0])
-    longest = int(rng.choice([4, MAX_TOKENS]))
+    longest = int(rng.choice([4, LONGEST_PART]))
     has_samples = rng.random() < 0.5
-    arrival_s = np.cumsum(rng.exponential(gap_s, num).round(3))
+    arrival_s = np.cumsum(rng.exponential(gap_s, num)).round(3)
     arrival_s[: int(rng.integers(1, 5))] = 0.0
     requests = []
     for i in range(num):
@@ -126,7 +126,9 @@ def draw_random_load(seed: int, num: int) -> RandomLoad:
                 arrival_s=float(arrival_s[i]),
                 prompt=asked[0],
                 output=asked[1],
-                samples=int(rng.integers(1, MAX_SAMPLES + 1)) if has_samples else 1,
+                samples=int(rng.integers(1, MAX_SEQUENCES_EACH + 1))
+                if has_samples
+                else 1,
                 after=after,
                 delay_s=float(rng.choice([0.0, 0.5, 7.25])) if after else 0.0,
                 priority=int(rng.integers(-3, 4)),

@@ -46,21 +46,27 @@ from jaxkv.verification.engine_replay import (
     replay_in_engine,
 )
 from jaxkv.verification.loads import (
-    MAX_SAMPLES,
-    MAX_TOKENS,
+    MAX_SEQUENCES_EACH,
+    LONGEST_PART,
     RandomLoad,
     RandomRequest,
     draw_random_load,
 )
 
-CHECKS = ("valid plans", "every request ends", "no starvation", "engine", "tokens")
+POLICY_CHECKS = (
+    "valid plans",
+    "every request ends",
+    "no starvation",
+    "engine",
+    "tokens",
+)
 """Names of the checks, in order."""
-_NUM_REQUESTS = 24
+_LOAD_SIZE = 24
 _STREAM = 72
 _HEAD = 32
 _STEPS_PER_CALL = 64
 _MAX_SHRINKS = 60
-_MODEL = ModelConfig(
+_RANDOM_MODEL = ModelConfig(
     vocab_size=61,
     hidden_size=24,
     num_layers=1,
@@ -68,18 +74,18 @@ _MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
     mlp_size=40,
-    max_positions=2 * MAX_TOKENS,
+    max_positions=2 * LONGEST_PART,
     tie_embeddings=False,
 )
 _CONFIG = EngineConfig(
     num_pages=22,
     page_size=4,
     max_slots=6,
-    max_length=2 * MAX_TOKENS,
-    max_sequences=_NUM_REQUESTS * MAX_SAMPLES,
-    queue_capacity=_NUM_REQUESTS * MAX_SAMPLES,
+    max_length=2 * LONGEST_PART,
+    max_sequences=_LOAD_SIZE * MAX_SEQUENCES_EACH,
+    queue_capacity=_LOAD_SIZE * MAX_SEQUENCES_EACH,
     token_budget=16,
-    submit_width=_NUM_REQUESTS * MAX_SAMPLES,
+    submit_width=_LOAD_SIZE * MAX_SEQUENCES_EACH,
     queue_head=_HEAD,
     max_stop_tokens=1,
     numerics="reproducible",
@@ -91,7 +97,7 @@ class PolicyFault(NamedTuple):
     """A check that a policy fails."""
 
     check: str
-    """One of `CHECKS`."""
+    """One of `POLICY_CHECKS`."""
     reason: str
     load: RandomLoad
     """The smallest load that was tried and fails the same check."""
@@ -113,12 +119,12 @@ class PolicyReport(NamedTuple):
 
     def __str__(self) -> str:
         """The report for a reader: verdict, checks, and the load that fails."""
-        failed = None if self.fault is None else CHECKS.index(self.fault.check)
+        failed = None if self.fault is None else POLICY_CHECKS.index(self.fault.check)
         lines = [
             f"{self.policy}: {'holds' if failed is None else 'FAILS'} "
             f"({self.num_loads} random loads, {self.num_steps:,} steps)"
         ]
-        for i, name in enumerate(CHECKS):
+        for i, name in enumerate(POLICY_CHECKS):
             verdict = "holds" if failed is None or i < failed else "not reached"
             lines.append(f"  {name}: {'FAILS' if i == failed else verdict}")
         lines.append(f"  {self.overtaking}")
@@ -205,10 +211,12 @@ def _observe_steps(
     """Runs steps; returns their infos, the faults of plans, and the slots after."""
 
     def body(state: Simulation, _: None) -> tuple[Simulation, Any]:
-        counts = upcoming_counts(state, member, max_samples=MAX_SAMPLES, head=head)
+        counts = upcoming_counts(
+            state, member, max_samples=MAX_SEQUENCES_EACH, head=head
+        )
         faults = _find_plan_faults(counts, member.policy.plan(counts))
         state, info = simulate_step(
-            state, **member._asdict(), max_samples=MAX_SAMPLES, head=head
+            state, **member._asdict(), max_samples=MAX_SEQUENCES_EACH, head=head
         )
         return state, (info, faults, state.ledger.slots.sequence)
 
@@ -222,7 +230,7 @@ def _init(member: SimulationMember, *, head: int) -> Simulation:
         member.capacity,
         member.policy,
         max_slots=_CONFIG.max_slots,
-        max_samples=MAX_SAMPLES,
+        max_samples=MAX_SEQUENCES_EACH,
         head=head,
     )
 
@@ -266,10 +274,13 @@ def _simulate(
             if is_wrong.any() and fault is None:
                 step = begin + int(np.argmax(is_wrong))
                 text = f"step {step}: {_FAULT_TEXTS[name]}"
-                fault = CHECKS[0], text
+                fault = POLICY_CHECKS[0], text
         if fault is None and not infos.enough.all():
             step = begin + int(np.argmin(infos.enough))
-            fault = CHECKS[0], f"step {step}: Plan.places needs more pages than exist"
+            fault = (
+                POLICY_CHECKS[0],
+                f"step {step}: Plan.places needs more pages than exist",
+            )
         # A step that only waits for an arrival moves the clock without work.
         starts = np.concatenate([infos.start, np.asarray(state.ledger.clock)[None]])
         waits = (np.diff(starts, axis=0) != 0).any(axis=1) & (infos.micros == 0)
@@ -277,13 +288,13 @@ def _simulate(
         num_idle = 0 if moves.any() else num_idle + _STEPS_PER_CALL
         # A prompt of 20 tokens needs at most 20 steps without a token.
         if num_idle >= 2 * MAX_STALLED_STEPS and fault is None:
-            fault = CHECKS[1], _describe_stall(infos, state, load)
+            fault = POLICY_CHECKS[1], _describe_stall(infos, state, load)
     outcome = read_outcomes(state, workload, warns=False)
     most_s, most = _find_overtaking(np.concatenate(slots), outcome.arrival_s)
     bound_s = scheduling.overtaking_bound_s(policy)
     if fault is None and bound_s is not None and most_s > bound_s + 1e-3:
         fault = (
-            CHECKS[2],
+            POLICY_CHECKS[2],
             f"a request was overtaken by one that arrived {most_s:.3f} s after it, and "
             f"overtaking_s={bound_s:g}",
         )
@@ -311,7 +322,7 @@ def _find_overtaking(slots: np.ndarray, arrival_s: np.ndarray) -> tuple[float, i
     never = slots.shape[0]
     admitted = np.full(num, never)
     for step in range(never - 1, -1, -1):
-        request = slots[step][slots[step] >= 0] // MAX_SAMPLES
+        request = slots[step][slots[step] >= 0] // MAX_SEQUENCES_EACH
         admitted[request] = step
     sent = np.isfinite(arrival_s)
     later = arrival_s[None, :] - arrival_s[:, None]
@@ -330,8 +341,8 @@ def _model() -> tuple[Params, PagedForward]:
         numbers = rng.normal(0, 0.25, shape) if len(shape) > 1 else np.ones(shape)
         return numbers.astype(np.float32)
 
-    weights = jax.tree.map(lambda x: draw(x.shape), param_shapes(_MODEL))
-    return weights, PagedForward(_MODEL)
+    weights = jax.tree.map(lambda x: draw(x.shape), param_shapes(_RANDOM_MODEL))
+    return weights, PagedForward(_RANDOM_MODEL)
 
 
 _serve = jax.jit(
@@ -360,10 +371,10 @@ def _serve_first_come(load: RandomLoad) -> dict[tuple[int, int], list[int]]:
     workload = load.workload()
     params, forward = _model()
     requests = engine_requests(
-        workload, _CONFIG, seed=load.seed, vocab_size=_MODEL.vocab_size
+        workload, _CONFIG, seed=load.seed, vocab_size=_RANDOM_MODEL.vocab_size
     )
     requests = requests._replace(arrival=jnp.zeros_like(requests.arrival))
-    state = init(_CONFIG, make_model_pages(_MODEL, _CONFIG))
+    state = init(_CONFIG, make_model_pages(_RANDOM_MODEL, _CONFIG))
     state, _ = _submit(state, requests, config=_CONFIG)
     parts = []
     num_open = int(np.asarray(workload.samples).sum())
@@ -389,7 +400,7 @@ def _check_in_engine(
     workload = load.workload()
     params, forward = _model()
     requests = engine_requests(
-        workload, _CONFIG, seed=load.seed, vocab_size=_MODEL.vocab_size
+        workload, _CONFIG, seed=load.seed, vocab_size=_RANDOM_MODEL.vocab_size
     )
     replay = replay_in_engine(
         workload,
@@ -397,11 +408,11 @@ def _check_in_engine(
         policy,
         _CONFIG,
         requests=requests,
-        model=(params, forward, make_model_pages(_MODEL, _CONFIG)),
+        model=(params, forward, make_model_pages(_RANDOM_MODEL, _CONFIG)),
     )
     joined = jax.tree.map(lambda *x: np.concatenate(x), *observed.parts)
     if (difference := find_difference(joined, replay)) is not None:
-        return CHECKS[3], difference
+        return POLICY_CHECKS[3], difference
     tokens = _read_tokens(replay.infos)
     for name, expected in _serve_first_come(load).items():
         answer = tokens.get(name, [])
@@ -414,7 +425,7 @@ def _check_in_engine(
                 ),
                 min(len(answer), len(expected)),
             )
-            return CHECKS[4], (
+            return POLICY_CHECKS[4], (
                 f"answer {name[1]} of request {name[0]} differs from that of fcfs "
                 f"from token {at} on"
             )
@@ -481,13 +492,13 @@ def _draw_stream(num: int) -> RandomLoad:
     odd = [
         RandomRequest(
             arrival_s=0.1 * i,
-            prompt=MAX_TOKENS,
-            output=MAX_TOKENS,
+            prompt=LONGEST_PART,
+            output=LONGEST_PART,
             samples=1,
             priority=priority,
             deadline_ms=deadline_ms,
             session=session,
-            predicted_length=2 * MAX_TOKENS,
+            predicted_length=2 * LONGEST_PART,
         )
         for i, (priority, deadline_ms, session) in enumerate(
             [(900, 2**30, -1), (-900, 2**30, 0), (900, 5_000, 0), (-900, 5_000, -1)]
@@ -543,7 +554,7 @@ def verify_policy(
         drafts = index % 3 == 2
         if engine and drafts:
             continue
-        load = draw_random_load(seed + index, _NUM_REQUESTS)
+        load = draw_random_load(seed + index, _LOAD_SIZE)
         find = functools.partial(_find_fault, policy, drafts=drafts, engine=engine)
         problem, observed = find(load)
         num_tried = max(num_tried, index + 1)
@@ -579,7 +590,7 @@ def _find_starvation(
     few, many = (x.num_overtaking for x in halves)
     if bound_s is None and many >= 1.6 * few and many >= 30:
         return PolicyFault(
-            CHECKS[2],
+            POLICY_CHECKS[2],
             f"a request was admitted after {many} later requests of a stream of 72, "
             f"and after {few} of a stream of 36: it waits as long as others arrive "
             "(document it by overtaking_s = math.inf)",

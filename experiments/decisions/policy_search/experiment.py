@@ -159,7 +159,7 @@ CONFIGS = {
 }
 
 
-class PolicyTable(lab.ResultTable):
+class HourTable(lab.ResultTable):
     """Metrics of each policy and hour."""
 
     family: lab.Texts = lab.column("agents, or recorded requests")
@@ -211,7 +211,7 @@ class Result(lab.ResultRecord):
     ratios: RatioTable = lab.column("P90 job time", heading="against FCFS + LRU")
     winners: WinnerTable = lab.column("policies", heading="selected policies")
     generations: GenerationTable = lab.column("progress", heading="searches")
-    hours: PolicyTable = lab.column("by policy and hour", heading="test hours")
+    hours: HourTable = lab.column("by policy and hour", heading="test hours")
     skipped: str = lab.column("traces that are absent")
     num_early: int = lab.column("test hours read before the end of the searches")
     num_faults: int = lab.column("failed checks of the winners in the engine")
@@ -355,7 +355,7 @@ def point_of(rule: dict[str, float]) -> Float[np.ndarray, " size"]:
     return np.array([*weights, -1.0, 1.0, 0.0])
 
 
-def objective(
+def search_objective(
     config: Config, ours: list[HourMetrics], base: list[HourMetrics]
 ) -> Float[np.ndarray, " policies"]:
     """Returns the objective: 0 for FCFS, smaller is better.
@@ -372,7 +372,7 @@ def objective(
     return np.mean(terms, axis=0)
 
 
-class Family(NamedTuple):
+class TrafficFamily(NamedTuple):
     """Traffics that are searched together."""
 
     name: str
@@ -381,7 +381,7 @@ class Family(NamedTuple):
     """The same hours at another rate."""
 
 
-def make_families(config: Config) -> tuple[list[Family], list[str]]:
+def make_families(config: Config) -> tuple[list[TrafficFamily], list[str]]:
     """Makes the splits; no hour is read.
 
     Returns:
@@ -434,7 +434,7 @@ def make_families(config: Config) -> tuple[list[Family], list[str]]:
             HourSplit(parts, functools.partial(read, factor=factor), known)
             for factor, known in ((1.0, digests), (config.transfer, {}))
         ]
-        families.append(Family(family, *splits))
+        families.append(TrafficFamily(family, *splits))
     return families, absent
 
 
@@ -463,7 +463,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
         report = verify_policy(policies[FOUND], num_loads=config.verified_loads)
         num_faults += report.fault is not None
         progress.show(str(report))
-    table = PolicyTable.of(rows)
+    table = HourTable.of(rows)
     return Result(
         ratios=find_ratios(table),
         winners=WinnerTable.of(winners),
@@ -480,7 +480,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
 def _search(
     config: Config,
     simulator: Simulator,
-    family: Family,
+    family: TrafficFamily,
     generations: list[lab.Row],
     winners: list[lab.Row],
     progress: lab.Progress,
@@ -527,7 +527,7 @@ def _search(
                 points[: len(rules)] = [point_of(x) for x in rules]
             policies = [policy_of(x) for x in points]
             metrics = simulator.run(policies, hours)
-            values = objective(config, metrics, [base[x.name] for x in hours])
+            values = search_objective(config, metrics, [base[x.name] for x in hours])
             optimizer.tell(points, values)
             scored += [*zip(values.tolist(), points, strict=True)]
             generations.append(
@@ -550,7 +550,7 @@ def _search(
         points += [x for _, x in scored[: config.population - len(points)]]
         policies = [policy_of(x) for x in points]
         metrics = simulator.run(policies, held_out)
-        values = objective(config, metrics, held_out_base)
+        values = search_objective(config, metrics, held_out_base)
         best = int(np.argmin(values))
         chosen[name] = policies[best]
         winners.append(
@@ -586,7 +586,7 @@ def make_rivals(config: Config, family: str) -> dict[str, tuple[Policy, bool]]:
 def _test(
     config: Config,
     simulator: Simulator,
-    family: Family,
+    family: TrafficFamily,
     chosen: dict[str, LinearScore],
     progress: lab.Progress,
 ) -> list[lab.Row]:
@@ -621,7 +621,7 @@ def _test(
     return rows
 
 
-def find_ratios(table: PolicyTable) -> RatioTable:
+def find_ratios(table: HourTable) -> RatioTable:
     """Returns geometric means of P90 ratios to FCFS + LRU, paired by hour."""
     rows = []
     for family in table.distinct("family"):

@@ -148,7 +148,7 @@ def _verify(name: str, options: SimulateOptions) -> CommandOutput:
         raise ValueError(f"{name}: --verify has a small random model of its own")
     _refuse_others(options, "--verify", ("verify", "policy", "seed"))
     # Imports the engine.
-    from jaxkv.verification import CHECKS, verify_policy
+    from jaxkv.verification import POLICY_CHECKS, verify_policy
 
     policy = find_policy(options.policy, max_running=options.max_num_seqs)
     report = verify_policy(policy, seed=options.seed)
@@ -158,7 +158,7 @@ def _verify(name: str, options: SimulateOptions) -> CommandOutput:
         "holds": fault is None,
         "num_loads": report.num_loads,
         "num_steps": report.num_steps,
-        "checks": list(CHECKS),
+        "checks": list(POLICY_CHECKS),
         "fault": None
         if fault is None
         else {
