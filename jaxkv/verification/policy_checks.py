@@ -46,8 +46,8 @@ from jaxkv.verification.engine_replay import (
     replay_in_engine,
 )
 from jaxkv.verification.loads import (
-    MAX_SEQUENCES_EACH,
     LONGEST_PART,
+    MAX_SEQUENCES_EACH,
     RandomLoad,
     RandomRequest,
     draw_random_load,
