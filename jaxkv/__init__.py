@@ -23,7 +23,8 @@ Public names by purpose:
     debugging          InvariantError
 
 Sub-packages have the rest: `jaxkv.simulation` simulates the schedule with a cost model,
-`jaxkv.decoding` decodes without a scheduler, `jaxkv.workloads` makes loads and metrics.
+`jaxkv.decoding` decodes without a scheduler, `jaxkv.workloads` makes loads and metrics,
+`jaxkv.verification` tests a policy by random loads.
 
 Terms:
 
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from jaxkv import simulation as simulation
     from jaxkv import speculation as speculation
     from jaxkv import text as text
+    from jaxkv import verification as verification
     from jaxkv import workloads as workloads
     from jaxkv.engine.branches import branch
     from jaxkv.engine.drafting import Speculation

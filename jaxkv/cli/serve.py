@@ -33,6 +33,8 @@ API_KEY = "JAXKV_API_KEY"
 SIGNAL_POLL_S = 0.2
 """Largest delay of a signal by a wait for workers."""
 _DEFAULT_LENGTH = 1024
+_FILE_HEAD = 64
+"""Waiting requests that the policy of a file sees, since it may sort them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,11 @@ class ServeOptions:
     """Widest beam search; 0 disables beam search."""
     max_stop_tokens: int = 16
     """Token ids that can end an answer, including those of the model."""
+    policy: Annotated[str, parsing.describe_default("fcfs")] = ""
+    """Scheduling policy: fcfs, vllm, vllm-0.19, prefill-first or static; FILE.py:NAME,
+    a policy of a Python file; or FILE.json, weights of a linear score."""
+    queue_head: Annotated[int | None, parsing.describe_default("64 with a file")] = None
+    """Largest number of waiting requests that the policy sees, at most 511."""
     prefix_cache: bool = True
     """Share the K and V of common prefixes between requests."""
     release_window_pages: bool = False
@@ -173,6 +180,7 @@ def serve_model(
     validation.check_installed("jaxkv serve", "serve", "fastapi", "uvicorn")
     from jaxkv import server
     from jaxkv.sampling import Sampling
+    from jaxkv.scheduling import find_policy
     from jaxkv.server import SWITCH_S, AsyncEngine
 
     api_key = options.api_key
@@ -186,13 +194,20 @@ def serve_model(
     generate.check_drafting(options.loading)
     check_incident_options(options, is_disaggregated)
     if is_disaggregated:
+        if options.policy:
+            raise ValueError(
+                f"--policy {options.policy}: workers of disaggregated serving have "
+                "fcfs only"
+            )
         return _serve_workers(model, options, key, shown_key, documents)
+    # Before the model is read, since a file of a policy is often wrong.
+    policy = find_policy(options.policy or "fcfs")
     read = generate.read_model(model, options.loading)
     longest = read.loaded.config.max_positions
     _check(options, longest)
     with contextlib.closing(server.listen(options.host, options.port)) as listener:
         bounds = _bounds(options, longest, read.page_size)
-        engine = generate.load_engine(read, options.loading, **bounds)
+        engine = generate.load_engine(read, options.loading, policy=policy, **bounds)
         # Compiles all programs before the first request.
         engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
         recorder = None
@@ -469,6 +484,7 @@ def _check(options: ServeOptions, longest: int) -> None:
         ("max_length", 2, longest),
         ("max_slots", 1, 1_000_000),
         ("num_pages", 1, 2**31 - 1),
+        ("queue_head", 1, 511),
     ):
         value = getattr(options, name)
         flag = "--" + name.replace("_", "-")
@@ -487,6 +503,10 @@ def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, ob
         num_pages = slots * -(-max_length // page_size)
     # Rows with logits for the log-probabilities of prompts.
     rows = slots + options.token_budget if options.max_logprobs else 0
+    head = options.queue_head
+    if head is None:
+        has_file = options.policy.endswith(".json") or ":" in options.policy
+        head = _FILE_HEAD if has_file else 0
     names = ("token_budget", "steps_per_call", "max_logprobs", "max_beams")
     names += ("max_stop_tokens", "prefix_cache", "release_window_pages", "seed")
     return {name: getattr(options, name) for name in names} | {
@@ -494,4 +514,5 @@ def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, ob
         "max_slots": slots,
         "num_pages": num_pages,
         "max_logit_rows": rows,
+        "queue_head": head,
     }

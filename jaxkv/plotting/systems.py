@@ -73,6 +73,11 @@ SYSTEM_STYLES: dict[str, tuple[int, str, str]] = {
     "split": (BLUE, "o", ""),
     "prefill only": (ORANGE, "^", "//"),
     "decode only": (GREEN, "v", ".."),
+    # Policies by search.
+    "CMA-ES": (BLUE, "o", ""),
+    "random search": (GREY_INDEX, "v", ".."),
+    "best shipped": (ORANGE, "s", "//"),
+    "oracle of the remaining job": (GREEN, "^", ""),
     # Preemption.
     "room for all": (GREY_INDEX, "D", ""),
     "recompute": (RED, "s", "\\\\"),

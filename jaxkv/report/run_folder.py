@@ -51,6 +51,7 @@ FILES = (
     "figure.png",
     "report.md",
     "fit.json",
+    "policy.json",
     "server.json",
     "sweep.json",
     "prediction.json",

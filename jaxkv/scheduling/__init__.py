@@ -30,9 +30,25 @@ if TYPE_CHECKING:
         check_policy,
         holds_finished,
         limit_draft_lengths,
+        overtaking_bound_s,
         plan_by,
         plan_in_order,
         schedule,
+    )
+    from jaxkv.scheduling.linear_scores import (
+        ADMISSION_FEATURES,
+        MAX_WEIGHT,
+        VICTIM_FEATURES,
+        LinearScore,
+        format_formula,
+        linear_score,
+    )
+    from jaxkv.scheduling.policy_files import (
+        POLICY_NAMES,
+        check_plan,
+        find_policy,
+        format_linear_score,
+        read_linear_score,
     )
     from jaxkv.scheduling.prefill_chunks import ChunkedPrefill, chunked_prefill
     from jaxkv.scheduling.remaining_work import shortest_remaining

@@ -20,6 +20,11 @@ class AgeingPriority(NamedTuple):
     level_ms: Int32[Array, ""]
     """Time in ms that outweighs one level of priority, in [1, 1000000]."""
 
+    @property
+    def overtaking_s(self) -> float:
+        """The time in s that outweighs all 2,000 levels of priority."""
+        return 2.0 * float(self.level_ms)
+
     def __call__(self, counts: Counts) -> Int32[Array, "*head"]:
         """Returns the arrival times, later by `level_ms` for each level."""
         a = interface.attributes_of(counts.waiting_attributes)

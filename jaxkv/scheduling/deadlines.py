@@ -1,5 +1,6 @@
 """Earliest deadline first: waiting requests in the order of their deadlines."""
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ class EarliestDeadline(NamedTuple):
 
     Source: Liu and Layland 1973, section 7, without preemption of running requests.
     """
+
+    overtaking_s = math.inf
 
     def __call__(self, counts: Counts) -> Int32[Array, "*head"]:
         """Returns the deadlines."""

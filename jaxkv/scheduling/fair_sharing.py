@@ -1,5 +1,6 @@
 """Fair share: requests of sessions with fewer running sequences are admitted first."""
 
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ class FairShare(NamedTuple):
 
     Source: max-min fairness as in Demers et al. 1989, counted in slots.
     """
+
+    overtaking_s = math.inf
 
     def __call__(self, counts: Counts) -> Int32[Array, " head"]:
         """Returns the slots of each request's session."""

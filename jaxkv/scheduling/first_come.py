@@ -1,5 +1,6 @@
 """First come first served (FCFS): the policy of continuous batching, with variants."""
 
+import math
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -47,6 +48,11 @@ class FCFS(NamedTuple):
     """True if requests with the most tokens in the prefix cache are admitted first."""
 
     holds_finished = False
+
+    @property
+    def overtaking_s(self) -> float:
+        """0, or infinity with `cached_first`."""
+        return 0.0 if self.cached_first is None else math.inf
 
     def plan(self, counts: Counts) -> Plan:
         """Plans one step."""

@@ -200,6 +200,17 @@ def check_policy(policy: object, name: str = "policy") -> None:
     validation.boolean(f"{name}.holds_finished", holds_finished(policy))
 
 
+def overtaking_bound_s(policy: object) -> float | None:
+    """Returns the documented bound of overtaking of a policy in s.
+
+    A policy with an attribute `overtaking_s` admits a request before all requests that
+    arrive later than this time after it. Infinity means that a request may starve; None
+    means that the policy documents no bound.
+    """
+    bound_s = getattr(policy, "overtaking_s", None)
+    return None if bound_s is None else float(bound_s)
+
+
 def holds_finished(policy: object) -> bool:
     """Returns `Policy.holds_finished` of a policy and of the policies in its fields.
 
@@ -228,6 +239,12 @@ class OrderedQueue(NamedTuple):
     def holds_finished(self) -> bool:
         """That of `inner`."""
         return holds_finished(self.inner)
+
+    @property
+    def overtaking_s(self) -> float | None:
+        """That of the key, if `inner` admits in the order of the queue."""
+        is_ordered = overtaking_bound_s(self.inner) == 0.0
+        return overtaking_bound_s(self.key) if is_ordered else None
 
     def plan(self, counts: Counts) -> Plan:
         """Plans one step."""

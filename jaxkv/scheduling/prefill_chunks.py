@@ -37,6 +37,7 @@ class ChunkedPrefill(NamedTuple):
     max_running: Int32[Array, ""]
     """Largest number of running sequences."""
 
+    overtaking_s = 0.0
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:

@@ -1,5 +1,6 @@
 """Shortest remaining first: waiting requests in the order of their remaining work."""
 
+import math
 from typing import NamedTuple
 
 from jaxtyping import Array, Int32
@@ -18,6 +19,8 @@ class ShortestRemaining(NamedTuple):
     Source: Schrage 1968, without preemption of running requests; Qiu et al. 2024,
     arXiv:2404.08509 (predicted lengths).
     """
+
+    overtaking_s = math.inf
 
     def __call__(self, counts: Counts) -> Int32[Array, " head"]:
         """Returns the remaining tokens."""

@@ -20,6 +20,7 @@ class Static(NamedTuple):
     arXiv:2309.06180, section 2.2 (request-level scheduling).
     """
 
+    overtaking_s = 0.0
     holds_finished = True
 
     def plan(self, counts: interface.Counts) -> interface.Plan:

@@ -40,6 +40,7 @@ class VLLMScheduler(NamedTuple):
     reserves_prompt: Bool[Array, ""]
     """True if the whole prompt must fit at admission: `scheduler_reserve_full_isl`."""
 
+    overtaking_s = 0.0
     holds_finished = False
 
     def plan(self, counts: Counts) -> Plan:

@@ -35,8 +35,14 @@ if TYPE_CHECKING:
     from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
     from jaxkv.simulation.outcomes import read_outcomes
     from jaxkv.simulation.results import SimulationResult, Totals
-    from jaxkv.simulation.state import Capacity, Simulation
-    from jaxkv.simulation.step import SimulationMember, simulate_workload
+    from jaxkv.simulation.state import Capacity, Simulation, init_simulation
+    from jaxkv.simulation.step import (
+        SimulatedStep,
+        SimulationMember,
+        simulate_step,
+        simulate_workload,
+        upcoming_counts,
+    )
     from jaxkv.simulation.work import Cost, Work
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -216,6 +216,20 @@ def _plan(
     state: Simulation, it: SimulationMember, max_samples: int, head: int
 ) -> tuple[Simulation, apply_plan.AdmittedBatch]:
     """Observes, schedules, preempts and admits."""
+    observation = _observe(state, it, max_samples, head)
+    slots = state.ledger.slots
+    counts = observation.counts
+    plan = scheduling.schedule(counts, it.policy)
+    plan = ledger.preempt_groups(plan, slots, observation.group)
+    return apply_plan.preempt_and_admit(
+        state, plan, observation, it.workload.prompt, it.capacity
+    )
+
+
+def _observe(
+    state: Simulation, it: SimulationMember, max_samples: int, head: int
+) -> apply_plan.Observation:
+    """Observes the batch and the queue, with the requested drafts in the counts."""
     observation = apply_plan.observe_simulation(
         state,
         it.workload,
@@ -224,18 +238,29 @@ def _plan(
         max_samples=max_samples,
         head=head,
     )
+    if it.acceptance is None:
+        return observation
     slots = state.ledger.slots
-    counts = observation.counts
-    if it.acceptance is not None:
-        drafts = wanted_draft_lengths(
-            slots, state.pages.length, it.workload, it.acceptance, max_samples
-        )
-        counts = counts._replace(drafts=drafts)
-    plan = scheduling.schedule(counts, it.policy)
-    plan = ledger.preempt_groups(plan, slots, observation.group)
-    return apply_plan.preempt_and_admit(
-        state, plan, observation, it.workload.prompt, it.capacity
+    drafts = wanted_draft_lengths(
+        slots, state.pages.length, it.workload, it.acceptance, max_samples
     )
+    counts = observation.counts._replace(drafts=drafts)
+    return observation._replace(counts=counts)
+
+
+def upcoming_counts(
+    state: Simulation, member: SimulationMember, *, max_samples: int = 1, head: int
+) -> scheduling.Counts:
+    """Returns the counts that the policy gets in the next step.
+
+    Args:
+      state: the simulation.
+      member: workload, bounds and policy.
+      max_samples: as for `init_simulation`.
+      head: waiting requests visible to the policy.
+    """
+    state, _ = _enqueue(state, member.workload, head)
+    return _observe(state, member, max_samples, head).counts
 
 
 def _look_up_batch(slots: Slots, w: Workload, max_samples: int) -> _Batch:

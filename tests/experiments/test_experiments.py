@@ -118,6 +118,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_seeds": 0}, "num_seeds=0 must be at least 1"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be at least 1"),
     ],
+    "policy_search": [
+        ({"traffics": ("calls",)}, "traffics='calls' must be 'default'"),
+        ({"traffics": ()}, "traffics=() must have at least one traffic"),
+        ({"hours": (1, 2)}, "hours=(1, 2) must be three numbers"),
+        ({"jobs_per_s": (1.0,), "traffics": ("wide", "chains")}, "must have a rate"),
+        ({"rivals": ("quickest",)}, "rivals"),
+    ],
     "batching": [
         ({"limits": ()}, "limits=() must be ascending, from 1"),
         ({"limits": (8, 4)}, "limits=(8, 4) must be ascending"),

@@ -23,7 +23,14 @@ SLOW = {
     *("deepseek", "disaggregation", "expert_parallel", "experts", "fit_coverage"),
     *("flash_attention", "isoflop", "jacobi", "known_entropy", "kv_cache"),
     *("learning_rate", "memory_waste", "page_tables", "preemption", "prefix_caching"),
-    *("rivals", "rollout_mismatch", "sharing", "speculation", "speculation_zoo"),
+    *(
+        "policy_search",
+        "rivals",
+        "rollout_mismatch",
+        "sharing",
+        "speculation",
+        "speculation_zoo",
+    ),
 }
 """Experiments whose smoke run takes a minute or more."""
 

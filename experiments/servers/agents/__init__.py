@@ -1,1 +1,3 @@
 """Agent sessions under several orders of the queue."""
+
+__all__ = ["load"]

@@ -43,7 +43,7 @@ TRACED_PACKAGES = "jaxkv", "pallas_kernels"
 """Packages whose functions and types a key describes by name."""
 UNTRACED = {
     *("cli", "disaggregation", "plotting", "report", "server", "serving"),
-    *("simulation", "workloads"),
+    *("simulation", "verification", "workloads"),
 }
 """Parts of `jaxkv` that no program of an engine is traced from; a change of their
 source files compiles nothing again."""

@@ -6,11 +6,12 @@ from scaling.cli.simulate.options import SimulateOptions
 
 
 def main(args: list[str]) -> CommandOutput:
-    """Runs `simulate MODEL [OPTIONS]`; `--stages` needs no model."""
+    """Runs `simulate MODEL [OPTIONS]`; `--stages` and `--verify` need no model."""
     names = list_models()
     prog = "jaxkv simulate MODEL"
     description = f"MODEL is a config.json, a folder with one, or {names}."
-    if value_of(args, "--stages") is not None and not is_word(args):
+    has_stages = value_of(args, "--stages") is not None
+    if (has_stages or "--verify" in args) and not is_word(args):
         options = parse_options(SimulateOptions, args, prog, description)
         request = ("", options)
     else:

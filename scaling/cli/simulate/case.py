@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv import scheduling
 from jaxkv.files import read_json
-from jaxkv.scheduling import Policy
+from jaxkv.scheduling import Policy, find_policy
 from scaling import shapes
 from scaling.calibration import (
     LOOP_FILE,
@@ -313,9 +312,6 @@ def _find_degree(options: SimulateOptions) -> int:
 
 
 def _make_policy(options: SimulateOptions, loads: tuple[ServerLoad, ...]) -> Policy:
-    if options.policy in ("vllm", "vllm-0.19"):
-        rule = "vllm-0.15" if options.policy == "vllm" else "vllm-0.19"
-        return scheduling.vllm_scheduler(max_num_seqs=options.max_num_seqs, rule=rule)
     if options.policy == "prefill-first":
         # A preempted request feeds its answer again, in one step with its prompt.
         longest = max(
@@ -327,9 +323,8 @@ def _make_policy(options: SimulateOptions, loads: tuple[ServerLoad, ...]) -> Pol
                 f"--max-num-batched-tokens {options.max_num_batched_tokens}: must be "
                 f"at least {longest} for whole prompts, the tokens of a request"
             )
-        return scheduling.chunked_prefill(whole_prompts=True, first=True)
-    # The number of slots bounds the running sequences.
-    return scheduling.static() if options.policy == "static" else scheduling.fcfs()
+    # The number of slots bounds the running sequences of policies other than vLLM's.
+    return find_policy(options.policy, max_running=options.max_num_seqs)
 
 
 def _find_fitted(model: ModelShape, posterior: ServerPosterior) -> str | None:

@@ -13,6 +13,7 @@ import jax
 from jaxkv.cli import CommandOutput, Terminal, WorkStopped
 from jaxkv.files import read_table
 from jaxkv.report import dumps, write_files
+from jaxkv.scheduling import find_policy
 from scaling.calibration import (
     PUBLISHED_LOOPS,
     draw_coefficients,
@@ -38,13 +39,16 @@ def simulate_command(name: str, options: SimulateOptions) -> CommandOutput:
     """Runs `jaxkv simulate`.
 
     Args:
-      name: name of a model, its config.json, or a folder; "" with `--stages`.
+      name: name of a model, its config.json, or a folder; "" with `--stages` and with
+        `--verify`.
       options: the server, its load, and the output.
 
     Raises:
       ValueError: an option is invalid or missing.
       WorkStopped: the simulation was interrupted; no file is written.
     """
+    if options.verify:
+        return _verify(name, options)
     if options.stages is not None:
         return _predict_stages(name, options)
     case = resolve_server_case(name, options)
@@ -138,17 +142,54 @@ def _describe(case: ServerCase) -> dict[str, Any]:
     }
 
 
+def _verify(name: str, options: SimulateOptions) -> CommandOutput:
+    """Runs `jaxkv simulate --policy POLICY --verify`; the status is 1 if it fails."""
+    if name:
+        raise ValueError(f"{name}: --verify has a small random model of its own")
+    _refuse_others(options, "--verify", ("verify", "policy", "seed"))
+    # Imports the engine.
+    from jaxkv.verification import POLICY_CHECKS, verify_policy
+
+    policy = find_policy(options.policy, max_running=options.max_num_seqs)
+    report = verify_policy(policy, seed=options.seed)
+    fault = report.fault
+    document = {
+        "policy": options.policy,
+        "holds": fault is None,
+        "num_loads": report.num_loads,
+        "num_steps": report.num_steps,
+        "checks": list(POLICY_CHECKS),
+        "fault": None
+        if fault is None
+        else {
+            "check": fault.check,
+            "reason": fault.reason,
+            "seed": fault.load.seed,
+            "requests": [dataclasses.asdict(x) for x in fault.load.requests],
+        },
+    }
+    lines = str(report).splitlines()
+    return CommandOutput(document, [], lines, 0 if fault is None else 1)
+
+
+def _refuse_others(
+    options: SimulateOptions, flag: str, allowed: tuple[str, ...]
+) -> None:
+    """Refuses options that `flag` does not use."""
+    plain = SimulateOptions()
+    for field in dataclasses.fields(SimulateOptions):
+        setting = getattr(options, field.name)
+        if field.name not in allowed and setting != getattr(plain, field.name):
+            other = f"--{field.name.replace('_', '-')}"
+            raise ValueError(f"{other} and {flag} exclude each other")
+
+
 def _predict_stages(name: str, options: SimulateOptions) -> CommandOutput:
     """Runs `jaxkv simulate --stages FILE`."""
     if name:
         raise ValueError(f"{name}: --stages has the models of its rows")
-    plain = SimulateOptions()
     stage_options = ("stages", "coefficients", "draws", "seed", "plot", "out")
-    for field in dataclasses.fields(SimulateOptions):
-        setting = getattr(options, field.name)
-        if field.name not in stage_options and setting != getattr(plain, field.name):
-            flag = f"--{field.name.replace('_', '-')}"
-            raise ValueError(f"{flag} and --stages exclude each other")
+    _refuse_others(options, "--stages", stage_options)
     assert options.stages is not None
     if find_server_form(read_table(options.stages, allow_partial=False).names):
         return report_server_table(

@@ -59,8 +59,11 @@ class SimulateOptions(ConfigRecord):
     """Largest length of a sequence."""
     prefix_caching: bool = True
     """Keep the K and V of a shared prefix."""
-    policy: Literal["vllm", "vllm-0.19", "fcfs", "prefill-first", "static"] = "vllm"
-    """Scheduling policy; vllm is that of the fitted servers, vLLM 0.15."""
+    policy: str = "vllm"
+    """Scheduling policy: vllm, that of the fitted servers, vLLM 0.15; vllm-0.19, fcfs,
+    prefill-first or static; FILE.py:NAME, or FILE.json."""
+    verify: bool = False
+    """Test --policy by random loads, in place of MODEL."""
     rate: Annotated[float | None, describe_default("--sweep or --trace")] = None
     """Requests per second."""
     sweep: Annotated[str, describe_default("one rate")] = ""

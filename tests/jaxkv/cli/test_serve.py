@@ -66,6 +66,9 @@ def test_a_missing_extra_is_named(
         ("--max-length 0", "--max-length 0: must be in [2, 128]"),
         ("--max-slots 0", "--max-slots 0: must be in [1, 1000000]"),
         ("--token-budget 4", "token_budget=4"),
+        ("--policy no.py:Mine", "no.py: no such file"),
+        ("--policy quickest", "policy=quickest must be one of fcfs, vllm"),
+        ("--queue-head 512", "--queue-head 512: must be in [1, 511]"),
         (
             "--host no.such.host.invalid",
             "no.such.host.invalid:8000 cannot be listened on: ",

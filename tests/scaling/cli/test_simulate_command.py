@@ -544,6 +544,46 @@ def test_a_server_is_simulated(simulate: Command) -> None:
     assert 0 < single["memory"]["mean_share"] < single["memory"]["peak_share"] < 0.1
 
 
+NEVER = """
+from typing import NamedTuple
+import jaxkv
+
+class Never(NamedTuple):
+    holds_finished = False
+    def plan(self, counts):
+        hidden = counts.waiting & (counts.waiting_tokens < 10)
+        return jaxkv.fcfs().plan(counts._replace(waiting=hidden))
+"""
+
+
+@pytest.mark.thorough
+def test_a_policy_is_tested_by_random_loads(jaxkv: Command) -> None:
+    Path("never.py").write_text(NEVER)
+    args = ("simulate", "--verify", "--policy", "never.py:Never")
+    status, out, _ = jaxkv(*args, "--json")
+    assert status == 1
+    report = json.loads(out)
+    assert report["holds"] is False
+    fault = report["fault"]
+    assert fault["check"] == "every request ends"
+    assert "no request is admitted" in fault["reason"]
+    assert [x["prompt"] >= 10 for x in fault["requests"]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--verify --policy no.py:Never", "no.py: no such file"),
+        ("--verify --rate 3", "--rate and --verify exclude each other"),
+        ("llama-2-7b --verify", "llama-2-7b: --verify has a small random model"),
+    ],
+)
+def test_invalid_tests_of_policies_are_refused(
+    jaxkv: Command, words: str, line: str
+) -> None:
+    assert_refused(jaxkv, f"simulate {words}", line)
+
+
 @pytest.mark.thorough
 def test_each_policy_has_its_own_schedule(simulate: Command) -> None:
     args = ("llama-2-7b", "--prompt-tokens", "900", "--answer-tokens", "9")
@@ -553,6 +593,10 @@ def test_each_policy_has_its_own_schedule(simulate: Command) -> None:
         for name in ("fcfs", "prefill-first", "static")
     ]
     assert len({*means_s}) == 3
+    # A file with the policy of a name simulates alike.
+    Path("mine.py").write_text("import jaxkv\n\ndef make():\n    return jaxkv.fcfs()\n")
+    mine = document(simulate, *args, "--policy", "mine.py:make")["e2e_s"]["mean"]
+    assert mine == means_s[0]
     # Policies by attributes that these loads do not have.
     assert_refused(simulate, " ".join((*args, "--policy", "fair-share")), "fair-share")
 

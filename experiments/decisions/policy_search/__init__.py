@@ -1,0 +1,1 @@
+"""Search over the weights of a scheduling policy."""

@@ -1,0 +1,741 @@
+"""Searches the weights of a scheduling policy in the simulator.
+
+A `LinearScore` has weights for the order of admission and for preemption, a rate of
+ageing, a chunk size and a watermark. CMA-ES and random search minimise the objective
+over the train hours with equal budgets: each generation simulates all policies on hours
+of every traffic. The best candidates are compared on the validation hours. Test hours
+are read only then, and give the comparison with the policies of the library.
+
+Prefix eviction is not searched: in the simulator the cached part of a prompt is data of
+the load, by LRU.
+"""
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy import stats
+
+from experiments import lab
+from experiments.decisions.policy_search import loads
+from experiments.decisions.policy_search.loads import AGENTS, Hour, HourSplit
+from experiments.decisions.policy_search.optimizer import (
+    CMASearch,
+    Optimizer,
+    RandomSearch,
+)
+from jaxkv import scheduling, simulation, validation
+from jaxkv.scheduling import (
+    ADMISSION_FEATURES,
+    LinearScore,
+    Policy,
+    linear_score,
+)
+from jaxkv.simulation import Capacity, SimulationMember, pad_workload
+from jaxkv.verification import verify_policy
+from jaxkv.workloads import Objectives, Workload, attainment, find_jobs
+from scaling import shapes
+from scaling.calibration import PRIOR, ServerSetup, draw_coefficients
+from scaling.costs import find_device
+
+MAX_LENGTH = 131072
+FOUND = "CMA-ES"
+RANDOM = "random search"
+BASE = "FCFS + LRU"
+ORACLE = "oracle of the remaining job"
+OLDEST = "oldest job"
+RIVALS = ("vLLM", "shortest remaining", "ageing", "earliest deadline", "fair share")
+"""Policies of the library that know no more than a server."""
+SPLIT = Path(__file__).with_name("split.json")
+"""Part and SHA-256 of each hour of the config `cpu`, committed before the search."""
+ADMISSION = tuple(x for x in ADMISSION_FEATURES if x != "cached_tokens")
+"""Searched features of waiting requests: without the one that is 0 in the simulator."""
+VICTIM = ("length", "recompute", "lived", "younger")
+"""Searched features of running requests."""
+RULES = (
+    {},
+    {"new_tokens": 1.0},
+    {"younger": 1.0},
+    {"priority": 1.0},
+    {"priority": -1.0},
+    {"session_waiting": 1.0},
+)
+"""Orders of the queue in the first generation of both searches: first come, shortest
+prompt, oldest job, least and most attained job, sessions with few waiting requests."""
+
+
+class Config(lab.ConfigRecord):
+    """Traffic, server, objective and budget."""
+
+    traffics: tuple[str, ...] = tuple(AGENTS)
+    """Agent traffics, names of `loads.AGENTS`."""
+    jobs_per_s: lab.PositiveFloats = (0.3, 0.9, 0.35, 0.3)
+    """Rate of each agent traffic in jobs per second."""
+    num_jobs: lab.PositiveInt = 24
+    """Jobs of an hour: its length is that of their arrivals and answers."""
+    recorded: tuple[str, ...] = ("azure_conv", "azure_code")
+    """Recorded traces in the folder JAXKV_DATA; absent ones are skipped."""
+    recorded_per_s: lab.PositiveFloats = (1.4, 1.1)
+    """Rate of each recorded trace in requests per second."""
+    num_requests: lab.PositiveInt = 300
+    """Requests of a recorded hour."""
+    hours: lab.PositiveInts = (4, 2, 3)
+    """Hours of each traffic for training, validation and test."""
+    transfer: lab.PositiveFloat = 0.85
+    """Rate of the second test, relative to that of the search."""
+    model: str = "meta-llama/Llama-3.1-70B"
+    """Served model."""
+    device: str = "h100"
+    """Device."""
+    tensor_parallel: lab.PositiveInt = 4
+    """Devices that divide the model."""
+    max_num_seqs: lab.PositiveInt = 8
+    """Slots."""
+    num_pages: lab.PositiveInt = 600
+    """Pages of the pool, of 16 tokens; with all slots in use, some are preempted."""
+    token_budget: lab.PositiveInt = 2048
+    """Largest number of tokens fed in a step."""
+    head: lab.PositiveInt = 32
+    """Waiting requests that a policy sees."""
+    population: lab.PositiveInt = 12
+    """Policies of a generation."""
+    generations: lab.PositiveInt = 40
+    """Generations of CMA-ES, and of random search."""
+    hours_per_generation: lab.PositiveInt = 1
+    """Train hours of each traffic in a generation; the next one takes the next ones."""
+    sigma: lab.PositiveFloat = 0.7
+    """First standard deviation of the weights; random search has twice of it."""
+    goodput_weight: lab.NonNegativeFloat = 0.2
+    """Weight of the loss of attainment in the objective."""
+    fairness_weight: lab.NonNegativeFloat = 0.1
+    """Weight of the logarithm of the longest job's time in the objective."""
+    first_token_s: lab.PositiveFloat = 2.0
+    """Objective of the time to first token."""
+    per_token_s: lab.PositiveFloat = 0.05
+    """Objective of the time per output token."""
+    rivals: Annotated[tuple[str, ...], lab.Choices(RIVALS)] = RIVALS
+    """Policies of the library, in addition to `FCFS + LRU` and the oracle."""
+    verified_loads: lab.PositiveInt = 3
+    """Random loads on which the engine serves the winner."""
+    seed: lab.NonNegativeInt = 0
+    """Seed of both searches."""
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        super().__post_init__()
+        for name, names, rates in (
+            ("traffics", self.traffics, self.jobs_per_s),
+            ("recorded", self.recorded, self.recorded_per_s),
+        ):
+            if len(rates) < len(names):
+                raise ValueError(f"{name}={names} must have a rate each, not {rates}")
+        for traffic in self.traffics:
+            validation.choice("traffics", traffic, tuple(AGENTS))
+        if not self.traffics:
+            raise ValueError("traffics=() must have at least one traffic")
+        if len(self.hours) != 3:
+            raise ValueError(f"hours={self.hours} must be three numbers")
+
+
+CONFIGS = {
+    "smoke": Config(
+        traffics=("default",),
+        recorded=(),
+        num_jobs=4,
+        hours=(1, 1, 1),
+        population=4,
+        generations=2,
+        rivals=("vLLM",),
+        verified_loads=1,
+    ),
+    "cpu": Config(),
+    "quick": Config(generations=6),
+}
+
+
+class HourTable(lab.ResultTable):
+    """Metrics of each policy and hour."""
+
+    family: lab.Texts = lab.column("agents, or recorded requests")
+    test: lab.Texts = lab.column("test, or transfer to another rate")
+    traffic: lab.Texts = lab.column("traffic")
+    hour: lab.Texts = lab.column("hour")
+    policy: lab.Texts = lab.column("policy")
+    job_p90_s: lab.Floats = lab.column("90th percentile of job time")
+    job_max_s: lab.Floats = lab.column("longest job time")
+    attained_share: lab.Floats = lab.column("requests that meet both objectives")
+
+
+class GenerationTable(lab.ResultTable):
+    """Progress of the searches."""
+
+    family: lab.Texts = lab.column("agents, or recorded requests")
+    search: lab.Texts = lab.column("search")
+    generation: lab.Ints = lab.column("generation")
+    best_objective: lab.Floats = lab.column("least objective of the generation")
+    median_objective: lab.Floats = lab.column("median objective")
+
+
+class WinnerTable(lab.ResultTable):
+    """Selected policies."""
+
+    family: lab.Texts = lab.column("agents, or recorded requests")
+    search: lab.Texts = lab.column("search")
+    validation_objective: lab.Floats = lab.column("objective of the validation hours")
+    formula: lab.Texts = lab.column("policy")
+    policy_file: lab.Texts = lab.column("its file", is_reported=False)
+
+
+class RatioTable(lab.ResultTable):
+    """Job time relative to first come, first served, paired by hour."""
+
+    family: lab.Texts = lab.column("agents, or recorded requests")
+    test: lab.Texts = lab.column("test, or transfer to another rate")
+    traffic: lab.Texts = lab.column("traffic, or all")
+    policy: lab.Texts = lab.column("policy")
+    p90_ratio: lab.Floats = lab.column("geometric mean of P90 ratios", form="{:.3f}")
+    low: lab.Floats = lab.column("lower end, 95 %", form="{:.3f}")
+    high: lab.Floats = lab.column("upper end, 95 %", form="{:.3f}")
+    attained_share: lab.Floats = lab.column("requests that meet both objectives")
+
+
+class Result(lab.ResultRecord):
+    """Results of both searches."""
+
+    ratios: RatioTable = lab.column("P90 job time", heading="against FCFS + LRU")
+    winners: WinnerTable = lab.column("policies", heading="selected policies")
+    generations: GenerationTable = lab.column("progress", heading="searches")
+    hours: HourTable = lab.column("by policy and hour", heading="test hours")
+    skipped: str = lab.column("traces that are absent")
+    num_early: int = lab.column("test hours read before the end of the searches")
+    num_faults: int = lab.column("failed checks of the winners in the engine")
+    simulated_hours: float = lab.column("simulated hours of both searches")
+    hours_per_minute: float = lab.column("simulated hours per minute of the searches")
+
+
+class HourMetrics(NamedTuple):
+    """Metrics of policies on an hour."""
+
+    job_p90_s: Float[np.ndarray, " policies"]
+    job_max_s: Float[np.ndarray, " policies"]
+    attained_share: Float[np.ndarray, " policies"]
+    simulated_s: float
+    """Simulated time of all policies."""
+
+
+class Simulator:
+    """Simulates policies on hours, in calls of equal size that share a program."""
+
+    def __init__(self, config: Config) -> None:
+        """Resolves the server."""
+        self.config = config
+        setup = ServerSetup(
+            model=shapes.describe_checkpoint(config.model),
+            device=find_device(config.device),
+            tensor_parallel=config.tensor_parallel,
+            max_model_len=MAX_LENGTH,
+            max_num_batched_tokens=config.token_budget,
+            max_num_seqs=config.max_num_seqs,
+        )
+        self._cost = setup.cost(draw_coefficients(np.zeros(len(PRIOR))))
+        self._capacity = Capacity.of(
+            num_pages=config.num_pages,
+            max_length=MAX_LENGTH,
+            token_budget=config.token_budget,
+        )
+        self.simulated_s = 0.0
+
+    def run(
+        self,
+        policies: Sequence[Policy],
+        hours: Sequence[Hour],
+        *,
+        is_oracle: bool = False,
+        progress: lab.Progress = lab.QUIET,
+    ) -> list[HourMetrics]:
+        """Returns the metrics of all policies on each hour."""
+        config = self.config
+        pairs = [(hour, policy) for hour in hours for policy in policies]
+        workloads = {
+            hour.name: _padded(hour.with_oracle() if is_oracle else hour.workload)
+            for hour in hours
+        }
+        size = config.population * config.hours_per_generation * len(config.traffics)
+        size = min(size, len(pairs))
+        parts = [pairs[i : i + size] for i in range(0, len(pairs), size)]
+        arrays = []
+        for part in parts:
+            # The last call repeats its last member.
+            filled = part + part[-1:] * (size - len(part))
+            members = [
+                SimulationMember(
+                    workloads[hour.name], self._capacity, policy, self._cost
+                )
+                for hour, policy in filled
+            ]
+            served = simulation.simulate(
+                simulation.stack(members),
+                max_slots=config.max_num_seqs,
+                head=config.head,
+                progress=progress,
+            )
+            arrays += [
+                [x[i] for x in (served.arrival_s, served.first_s, served.finish_s)]
+                + [served.end_s[i]]
+                for i in range(len(part))
+            ]
+        results = []
+        for at, hour in enumerate(hours):
+            rows = arrays[at * len(policies) : (at + 1) * len(policies)]
+            num = hour.job.size
+            arrival_s, first_s, finish_s = (
+                np.array([row[i][:num] for row in rows]) for i in range(3)
+            )
+            jobs = find_jobs(arrival_s, finish_s, hour.job)
+            latency_s = jobs.latency_s
+            objectives = Objectives(config.first_token_s, config.per_token_s)
+            output = np.asarray(hour.workload.output)
+            end_s = float(sum(row[3] for row in rows))
+            self.simulated_s += end_s
+            results.append(
+                HourMetrics(
+                    np.percentile(latency_s, 90, axis=1),
+                    latency_s.max(axis=1),
+                    attainment(arrival_s, first_s, finish_s, output, objectives),
+                    end_s,
+                )
+            )
+        return results
+
+
+def _padded(workload: Workload) -> Workload:
+    """Pads a workload to powers of 2, so that hours share programs."""
+
+    def up(number: int, low: int) -> int:
+        return max(low, 1 << (number - 1).bit_length())
+
+    num = up(workload.prompt.shape[0], 512)
+    if (d := workload.dependencies) is None:
+        return pad_workload(workload, num)
+    sizes = (
+        up(d.after.shape[1], 16),
+        up(d.followers.shape[1], 16),
+        up(d.lane_start.shape[0], 128),
+    )
+    return pad_workload(workload, num, sizes)
+
+
+POINT_SIZE = len(ADMISSION) + len(VICTIM) + 3
+"""Coordinates of a point of the search."""
+
+
+def policy_of(point: Float[np.ndarray, " size"]) -> LinearScore:
+    """Returns the policy of a point; that of the origin is FCFS with ageing."""
+    weights = np.clip(point, -9.99, 9.99).tolist()
+    num = len(ADMISSION)
+    age, chunk, watermark = weights[-3:]
+    return linear_score(
+        admission=dict(zip(ADMISSION, weights[:num], strict=True)),
+        victim=dict(zip(VICTIM, weights[num:-3], strict=True)),
+        age_per_s=float(np.clip(0.05 * 10.0 ** (0.7 * age), 0.01, 9.99)),
+        chunk_size=int(np.clip(2.0 ** (10 + chunk), 64, 2048)),
+        watermark=int(np.clip(10 * watermark, 0, 200)),
+    )
+
+
+def point_of(rule: dict[str, float]) -> Float[np.ndarray, " size"]:
+    """Returns the point of a rule of `RULES`, with little ageing and whole chunks."""
+    weights = [rule.get(x, 0.0) for x in ADMISSION] + [0.0] * len(VICTIM)
+    return np.array([*weights, -1.0, 1.0, 0.0])
+
+
+def search_objective(
+    config: Config, ours: list[HourMetrics], base: list[HourMetrics]
+) -> Float[np.ndarray, " policies"]:
+    """Returns the objective: 0 for FCFS, smaller is better.
+
+    It is the mean over hours of the log ratio of P90 job times, plus the loss of
+    attainment and the log ratio of the longest job times, by their weights.
+    """
+    terms = [
+        np.log(x.job_p90_s / b.job_p90_s)
+        + config.goodput_weight * (b.attained_share - x.attained_share)
+        + config.fairness_weight * np.log(x.job_max_s / b.job_max_s)
+        for x, b in zip(ours, base, strict=True)
+    ]
+    return np.mean(terms, axis=0)
+
+
+class TrafficFamily(NamedTuple):
+    """Traffics that are searched together."""
+
+    name: str
+    split: HourSplit
+    transfer: HourSplit
+    """The same hours at another rate."""
+
+
+def make_families(config: Config) -> tuple[list[TrafficFamily], list[str]]:
+    """Makes the splits; no hour is read.
+
+    Returns:
+      The families, and the traces that are absent.
+    """
+    committed = json.loads(SPLIT.read_text("utf-8"))
+    plain = CONFIGS["cpu"]
+    fields = ("num_jobs", "jobs_per_s", "num_requests", "recorded_per_s", "hours")
+    has_digests = all(getattr(config, x) == getattr(plain, x) for x in fields)
+    digests = {x: y["sha256"] for x, y in committed.items()} if has_digests else {}
+    rates = dict(zip(config.traffics, config.jobs_per_s, strict=False))
+
+    def read_agents(name: str, *, factor: float) -> Hour:
+        _, traffic, number = name.split("/")
+        law = dataclasses.replace(
+            AGENTS[traffic],
+            num_jobs=config.num_jobs,
+            jobs_per_s=factor * rates[traffic],
+        )
+        return loads.draw_agent_hour(name, law, int(number))
+
+    recorded_rates = dict(zip(config.recorded, config.recorded_per_s, strict=False))
+
+    def read_trace(name: str, *, factor: float) -> Hour:
+        trace, index = name.split("/")
+        path = loads.find_trace(trace)
+        assert path is not None
+        return loads.read_recorded_hour(
+            name,
+            path,
+            int(index),
+            num_requests=config.num_requests,
+            rate=factor * recorded_rates[trace],
+        )
+
+    families = []
+    absent = [x for x in config.recorded if loads.find_trace(x) is None]
+    present = [x for x in config.recorded if x not in absent]
+    for family, traffics, read in (
+        ("agents", [f"agents/{x}" for x in config.traffics], read_agents),
+        ("recorded", present, read_trace),
+    ):
+        parts: dict[str, str] = {}
+        for traffic in traffics:
+            names = [f"{traffic}/{i}" for i in range(sum(config.hours))]
+            parts |= loads.part_of(names, config.hours)
+        if not parts:
+            continue
+        splits = [
+            HourSplit(parts, functools.partial(read, factor=factor), known)
+            for factor, known in ((1.0, digests), (config.transfer, {}))
+        ]
+        families.append(TrafficFamily(family, *splits))
+    return families, absent
+
+
+def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
+    """Searches, selects, then tests, for each family."""
+    validation.check_installed("policy_search", "search", "cmaes")
+    simulator = Simulator(config)
+    families, absent = make_families(config)
+    generations: list[lab.Row] = []
+    winners: list[lab.Row] = []
+    chosen: dict[str, dict[str, LinearScore]] = {}
+    begin_s = time.perf_counter()
+    for family in families:
+        chosen[family.name] = _search(
+            config, simulator, family, generations, winners, progress
+        )
+    search_s = time.perf_counter() - begin_s
+    simulated_hours = simulator.simulated_s / 3600
+    rows: list[lab.Row] = []
+    for family in families:
+        for split in (family.split, family.transfer):
+            split.search_ended = True
+        rows += _test(config, simulator, family, chosen[family.name], progress)
+    num_faults = 0
+    for policies in chosen.values():
+        report = verify_policy(policies[FOUND], num_loads=config.verified_loads)
+        num_faults += report.fault is not None
+        progress.show(str(report))
+    table = HourTable.of(rows)
+    return Result(
+        ratios=find_ratios(table),
+        winners=WinnerTable.of(winners),
+        generations=GenerationTable.of(generations),
+        hours=table,
+        skipped=", ".join(absent) or "none",
+        num_early=sum(x.split.num_early + x.transfer.num_early for x in families),
+        num_faults=num_faults,
+        simulated_hours=simulated_hours,
+        hours_per_minute=simulated_hours / search_s * 60,
+    )
+
+
+def _search(
+    config: Config,
+    simulator: Simulator,
+    family: TrafficFamily,
+    generations: list[lab.Row],
+    winners: list[lab.Row],
+    progress: lab.Progress,
+) -> dict[str, LinearScore]:
+    """Runs both searches on the train hours, and selects on the validation hours."""
+    train = family.split.hours("train")
+    by_traffic: dict[str, list[Hour]] = {}
+    for hour in train:
+        by_traffic.setdefault(hour.traffic, []).append(hour)
+    plain = linear_score()
+    base = {
+        hour.name: metrics
+        for hour, metrics in zip(train, simulator.run([plain], train), strict=True)
+    }
+    held_out = family.split.hours("validation")
+    held_out_base = simulator.run([plain], held_out)
+    optimizers: dict[str, Optimizer] = {
+        FOUND: CMASearch(
+            POINT_SIZE,
+            population=config.population,
+            sigma=config.sigma,
+            seed=config.seed,
+        ),
+        RANDOM: RandomSearch(
+            POINT_SIZE,
+            population=config.population,
+            sigma=2 * config.sigma,
+            seed=config.seed,
+        ),
+    }
+    chosen = {}
+    for name, optimizer in optimizers.items():
+        scored: list[tuple[float, np.ndarray]] = []
+        for generation in range(config.generations):
+            num = config.hours_per_generation
+            hours = [
+                group[(generation * num + i) % len(group)]
+                for group in by_traffic.values()
+                for i in range(num)
+            ]
+            points = optimizer.ask()
+            if generation == 0:
+                rules = RULES[: config.population // 2]
+                points[: len(rules)] = [point_of(x) for x in rules]
+            policies = [policy_of(x) for x in points]
+            metrics = simulator.run(policies, hours)
+            values = search_objective(config, metrics, [base[x.name] for x in hours])
+            optimizer.tell(points, values)
+            scored += [*zip(values.tolist(), points, strict=True)]
+            generations.append(
+                {
+                    "family": family.name,
+                    "search": name,
+                    "generation": generation,
+                    "best_objective": float(values.min()),
+                    "median_objective": float(np.median(values)),
+                }
+            )
+            progress.show(
+                f"{family.name}, {name}: generation {generation + 1} of "
+                f"{config.generations}, best {values.min():+.3f}, "
+                f"median {np.median(values):+.3f}"
+            )
+        scored.sort(key=lambda x: x[0])
+        center = optimizer.center()
+        points = [] if center is None else [center]
+        points += [x for _, x in scored[: config.population - len(points)]]
+        policies = [policy_of(x) for x in points]
+        metrics = simulator.run(policies, held_out)
+        values = search_objective(config, metrics, held_out_base)
+        best = int(np.argmin(values))
+        chosen[name] = policies[best]
+        winners.append(
+            {
+                "family": family.name,
+                "search": name,
+                "validation_objective": float(values[best]),
+                "formula": scheduling.format_formula(policies[best]),
+                "policy_file": scheduling.format_linear_score(policies[best]),
+            }
+        )
+    return chosen
+
+
+def make_rivals(config: Config, family: str) -> dict[str, tuple[Policy, bool]]:
+    """Returns the policies of the library by name, and whether each is the oracle."""
+    # No request waits for 1,000 s, so a priority always precedes the arrival.
+    by_priority = scheduling.ageing_priority(level_ms=1_000_000)
+    policies: dict[str, tuple[Policy, bool]] = {
+        BASE: (scheduling.fcfs(), False),
+        "vLLM": (scheduling.vllm_scheduler(rule="vllm-0.19"), False),
+        "shortest remaining": (scheduling.shortest_remaining(), False),
+        "ageing": (scheduling.ageing_priority(level_ms=100), False),
+        "earliest deadline": (scheduling.earliest_deadline(), False),
+    }
+    if family == "agents":
+        policies["fair share"] = scheduling.fair_share(), False
+    policies[ORACLE] = by_priority, True
+    names = (BASE, *config.rivals, ORACLE)
+    return {name: x for name, x in policies.items() if name in names}
+
+
+def _test(
+    config: Config,
+    simulator: Simulator,
+    family: TrafficFamily,
+    chosen: dict[str, LinearScore],
+    progress: lab.Progress,
+) -> list[lab.Row]:
+    """Simulates the winners and the policies of the library on the test hours."""
+    scores = dict(chosen)
+    if family.name == "agents":
+        scores[OLDEST] = linear_score(admission={"younger": 1.0})
+    rows: list[lab.Row] = []
+    for test, split in (("test", family.split), ("transfer", family.transfer)):
+        hours = split.hours("test")
+        named = [*scores.items()]
+        results = [(simulator.run([x for _, x in named], hours), [x for x, _ in named])]
+        for name, (policy, is_oracle) in make_rivals(config, family.name).items():
+            progress.show(f"{family.name}, {test}: {name}")
+            metrics = simulator.run([policy], hours, is_oracle=is_oracle)
+            results.append((metrics, [name]))
+        for metrics, names in results:
+            for hour, x in zip(hours, metrics, strict=True):
+                for i, name in enumerate(names):
+                    rows.append(
+                        {
+                            "family": family.name,
+                            "test": test,
+                            "traffic": hour.traffic,
+                            "hour": hour.name,
+                            "policy": name,
+                            "job_p90_s": float(x.job_p90_s[i]),
+                            "job_max_s": float(x.job_max_s[i]),
+                            "attained_share": float(x.attained_share[i]),
+                        }
+                    )
+    return rows
+
+
+def find_ratios(table: HourTable) -> RatioTable:
+    """Returns geometric means of P90 ratios to FCFS + LRU, paired by hour."""
+    rows = []
+    for family in table.distinct("family"):
+        for test in table.distinct("test"):
+            part = table.where(family=family, test=test)
+            base = part.where(policy=BASE)
+            for policy in part.distinct("policy"):
+                ours = part.where(policy=policy)
+                assert (ours.hour == base.hour).all()
+                logs = np.log(ours.job_p90_s / base.job_p90_s)
+                for traffic in (*part.distinct("traffic"), "all"):
+                    mask = (ours.traffic == traffic) | (traffic == "all")
+                    x = logs[mask]
+                    half = 0.0
+                    if x.size > 1:
+                        half = float(stats.t.ppf(0.975, x.size - 1))
+                        half *= float(x.std(ddof=1)) / x.size**0.5
+                    mean = float(x.mean())
+                    rows.append(
+                        {
+                            "family": family,
+                            "test": test,
+                            "traffic": traffic,
+                            "policy": policy,
+                            "p90_ratio": float(np.exp(mean)),
+                            "low": float(np.exp(mean - half)),
+                            "high": float(np.exp(mean + half)),
+                            "attained_share": float(ours.attained_share[mask].mean()),
+                        }
+                    )
+    return RatioTable.of(rows)
+
+
+def best_shipped(ratios: RatioTable, family: str, test: str) -> str:
+    """Returns the policy of the library with the least ratio, oracles excluded."""
+    part = ratios.where(family=family, test=test, traffic="all")
+    excluded = (FOUND, RANDOM, ORACLE, OLDEST)
+    pairs = zip(part.p90_ratio.tolist(), part.policy.tolist(), strict=True)
+    return min(x for x in pairs if x[1] not in excluded)[1]
+
+
+def ratio_of(
+    ratios: RatioTable, family: str, test: str, traffic: str, policy: str
+) -> float:
+    """Returns the P90 ratio of a policy."""
+    part = ratios.where(family=family, test=test, traffic=traffic, policy=policy)
+    return float(part.p90_ratio[0])
+
+
+def plot(axes: np.ndarray, result: Result) -> None:
+    """Draws the progress of the search, and ratios by traffic."""
+    family = result.generations.family[0]
+    for name in (FOUND, RANDOM):
+        part = result.generations.where(family=family, search=name)
+        x = part.generation + 1
+        lab.draw_curve(axes[0], x, part.median_objective, name, name)
+    lab.draw_reference_line(axes[0], 0)
+    title = "Objective of a generation"
+    lab.set_labels(axes[0], title, "generation [1]", "median, FCFS is 0 [1]")
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    axes[0].legend(loc="best")
+    part = result.ratios.where(family=family, test="test", policy=BASE)
+    traffics = [x for x in part.distinct("traffic") if x != "all"]
+    place = np.arange(len(traffics))
+    shipped = best_shipped(result.ratios, family, "test")
+    for name, style in ((FOUND, FOUND), (shipped, "best shipped"), (ORACLE, ORACLE)):
+        ratio = [ratio_of(result.ratios, family, "test", x, name) for x in traffics]
+        lab.draw_curve(axes[1], place, np.array(ratio), style, name, linestyle="")
+    lab.draw_reference_line(axes[1], 1)
+    axes[1].set_xticks(place, [x.rpartition("/")[2] for x in traffics])
+    y = "P90 job time / FCFS + LRU [ratio]"
+    all_ratio = ratio_of(result.ratios, family, "test", "all", FOUND)
+    title = f"Test hours: {100 * (all_ratio - 1):+.0f} % by the policy found"
+    lab.set_labels(axes[1], title, "traffic of agents", y)
+    axes[1].margins(x=0.15, y=0.15)
+    axes[1].legend(loc="best")
+
+
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
+    """Compares the found policy with the bar."""
+    ratios = result.ratios
+    yield lab.measured("no_peeking", result.num_early)
+    yield lab.measured("engine", result.num_faults)
+    found = ratios.where(family="agents", test="test", policy=FOUND)
+    reduced = [
+        ratio <= 0.9
+        for ratio, traffic in zip(found.p90_ratio, found.traffic, strict=True)
+        if traffic != "all"
+    ]
+    yield lab.measured("agents_reduced", sum(reduced))
+    for family in ratios.distinct("family"):
+        ours = ratio_of(ratios, family, "test", "all", FOUND)
+        name = best_shipped(ratios, family, "test")
+        shipped = ratio_of(ratios, family, "test", "all", name)
+        yield lab.measured(f"{family}_shipped", ours / shipped, best=name)
+        random = ratio_of(ratios, family, "test", "all", RANDOM)
+        yield lab.measured(f"{family}_random", ours / random)
+        transfer = ratio_of(ratios, family, "transfer", "all", FOUND)
+        yield lab.measured(f"{family}_transfer", transfer)
+
+
+def files(result: Result) -> dict[str, str]:
+    """Returns the policy file of the winner."""
+    found = result.winners.where(family="agents", search=FOUND)
+    return {"policy.json": str(found.policy_file[0])}
+
+
+STUDY = lab.Study(
+    CONFIGS,
+    Result,
+    run,
+    plot,
+    claims,
+    panels=lab.Panels(1, 2, 3.6),
+    files=files,
+)
