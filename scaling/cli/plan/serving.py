@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from jaxkv.workloads import read_recording
 from scaling.calibration import (
     ENERGY_DISCREPANCY,
@@ -172,6 +173,7 @@ class ServedSizes(NamedTuple):
         ]
 
 
+@validation.checks_numbers(num_draws=0)
 def serve_designs(
     designs: Sequence[Design],
     offers: Sequence[Offer],
