@@ -457,6 +457,14 @@ def make_costly_arguments() -> dict[str, dict[str, Any]]:
     heads: Any = None
     scored = {"params": {}, "model": SMALL, "seq_len": 8}
     return {
+        "cli.serve_designs": {
+            "designs": [plan.nearest_design(FAMILY, 1e9)],
+            "offers": OFFERS,
+            "lengths": (64.0, 8.0),
+            "limits": calibration.LatencyLimits(),
+            "calibration": calibration.load_loops(),
+            "num_draws": 0,
+        },
         "calibration.find_goodput": {
             "servers": [make_server()],
             "limits": calibration.LatencyLimits(),

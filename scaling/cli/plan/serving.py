@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from jaxkv.workloads import read_recording
 from scaling.calibration import (
     ENERGY_DISCREPANCY,
@@ -134,20 +135,22 @@ class ServedSizes(NamedTuple):
           no known power.
         """
         num = self.num_replicas(load, is_whole=is_whole)
+        if load.rate_per_s == 0:
+            return num
         devices = np.array([x.num_devices for x in self.kinds])
         if unit == "usd":
             prices = [x.offer.usd_per_hour or np.inf for x in self.kinds]
-            hours = load.duration_s / HOUR_S
-            if load.rate_per_s == 0:
-                return num
-            return num * devices * np.array(prices) * hours
+            return num * devices * np.array(prices) * load.duration_s / HOUR_S
         joules = load.num_requests * np.nan_to_num(self.request_joules, nan=np.inf)
-        if load.rate_per_s == 0:
-            return num
+        if not is_whole:
+            return joules
+        # A server without requests has idle power.
         busy = self.num_replicas(load, is_whole=False)
+        idle = np.where(np.isfinite(num), num, 0.0) - np.where(
+            np.isfinite(busy), busy, 0.0
+        )
         watts = [find_device(x.offer.name).board_watts for x in self.kinds]
         idle_watts = PUBLISHED_POWER.idle * devices * np.array(watts)
-        idle = np.where(np.isfinite(num), num, 0) - np.where(np.isfinite(busy), busy, 0)
         return joules + idle * idle_watts * load.duration_s
 
     def ladders(
@@ -170,6 +173,7 @@ class ServedSizes(NamedTuple):
         ]
 
 
+@validation.checks_numbers(num_draws=0)
 def serve_designs(
     designs: Sequence[Design],
     offers: Sequence[Offer],
