@@ -7,7 +7,7 @@ starts on the page continues from it. A checkpoint is valid while its page is ca
 which the tick of the page's entry shows, and until the pool writes to it again.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
@@ -17,6 +17,7 @@ from jaxkv.memory.page_pool import NO_PAGE
 from jaxkv.memory.prefixes.prefix_cache import PrefixCache, entry_tick, is_cached
 
 
+@runtime_checkable
 class Checkpoints(Protocol):
     """The fields of a pool whose entries can be checkpoints."""
 
