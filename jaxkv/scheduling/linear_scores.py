@@ -197,9 +197,9 @@ def _stack(columns: tuple[Array | int, ...], mask: Array) -> Int32[Array, "featu
 
 def linear_score(
     *,
-    admission: Mapping[str, float] | None = None,
-    victim: Mapping[str, float] | None = None,
-    age_per_s: float = 0.0,
+    admission: Mapping[str, int | float] | None = None,
+    victim: Mapping[str, int | float] | None = None,
+    age_per_s: int | float = 0.0,
     chunk_size: int | None = None,
     watermark: int = 0,
 ) -> LinearScore:

@@ -124,7 +124,7 @@ def replay_in_engine(
             )
             infos.append(info)
             if client is not None:
-                client.read_answers(info, start, micros)
+                client.read_answers(info, start, int(micros))
     return EngineReplay(state, jax.tree.map(lambda *x: np.concatenate(x), *infos))
 
 
