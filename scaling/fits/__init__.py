@@ -5,6 +5,14 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from scaling.fits.curve_fits import (
+        CurveFit,
+        CurvePrediction,
+        constant_baseline,
+        fit_curves,
+        predict_curve,
+        ratio_baseline,
+    )
     from scaling.fits.diagnostics import held_out_warnings
     from scaling.fits.equal_loss import compare
     from scaling.fits.fitting import bootstrap, describe_thinning, fit

@@ -25,6 +25,18 @@ if TYPE_CHECKING:
         loss_powers,
         optimal_exponents,
     )
+    from scaling.laws.schedules import (
+        CURVE_LAWS,
+        MULTI_POWER_CONSTANTS,
+        CurveLaw,
+        RateChanges,
+        RateSchedule,
+        annealing_term,
+        combine_terms,
+        curve_losses,
+        merge_changes,
+        rate_changes,
+    )
     from scaling.laws.synthetic import (
         COEFFICIENTS,
         ILL_POSED,
