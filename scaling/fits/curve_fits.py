@@ -38,7 +38,12 @@ from scaling.logs.curves import MIN_LOSSES, TrainingCurve
 
 ROWS_PER_CURVE = 48
 """Rows of a curve that are fitted, evenly spaced, besides its last five."""
+_NUM_PROBLEMS = 8
+"""Problems of one compiled call, padded; compiling takes longer than all fits."""
 _NUM_LANES = 4
+_TOLERANCE = 1e-11
+_EXACT = 1e-8
+"""Objective below which curves are fitted exactly."""
 _SIZE_NAMES = ("L0", "A", "alpha", "B")
 _FEW_CURVES = 3
 """Curves of a size from which its own hidden curves measure its errors."""
@@ -94,11 +99,7 @@ class CurvePrediction(NamedTuple):
     high: Float[np.ndarray, " rows"]
 
 
-def fit_curves(
-    law: CurveLaw,
-    curves: Sequence[TrainingCurve],
-    report: Callable[[float], None] = lambda done: None,
-) -> CurveFit:
+def fit_curves(law: CurveLaw, curves: Sequence[TrainingCurve]) -> CurveFit:
     """Fits a law to curves, from several starts, and refits it without some of them.
 
     The curves hidden from a refit are those that measure the error of a size: each
@@ -108,7 +109,6 @@ def fit_curves(
     Args:
       law: a law of `laws.CURVE_LAWS`.
       curves: curves with losses.
-      report: called with the number of completed refits.
 
     Raises:
       ValueError: no curve has a falling rate, or a size and name occur twice.
@@ -126,38 +126,34 @@ def fit_curves(
         raise ValueError(f"{law.name}: no start has a finite loss on these curves")
     x = solution.coordinates[best]
     coefficients = problem.natural(x)
-    is_near = solution.objective <= objective * 1.01
+    is_near = solution.objective <= objective * 1.01 + _EXACT
     warnings = problem.warnings(x)
     if is_near.sum() == 1 and len(starts) > 1:
         warnings.append(f"1 of {len(starts)} starts reaches the best objective")
-    sizes = [*coefficients]
-    masks = {size: _hidden_masks(curves, size) for size in sizes}
+    masks = {size: _hidden_masks(curves, size) for size in coefficients}
+    refits = _refit(
+        law, curves, [x for each in masks.values() for x in each], problem, x
+    )
     errors: dict[float, list[float]] = {}
     hidden_errors: dict[float, dict[str, float]] = {}
-    refits: list[dict[float, dict[str, float]]] = []
-    cache: dict[tuple[bool, ...], dict[float, dict[str, float]]] = {}
-    unique = {tuple(mask): mask for each in masks.values() for mask in each}
-    for refit, key in zip(
-        _refit(law, curves, [*unique.values()], problem, x, report), unique, strict=True
-    ):
-        cache[key] = refit
-        refits.append(refit)
-    for size in sizes:
+    later = iter(refits)
+    for size, own_masks in masks.items():
         errors[size] = []
         hidden_errors[size] = {}
-        for mask in masks[size]:
-            for i in np.flatnonzero(mask):
-                off = _log_errors(law, cache[tuple(mask)], curves[i])
-                errors[size].append(float(np.sqrt(np.mean(off[off.size // 2 :] ** 2))))
-                hidden_errors[size][labels[i]] = _end_error(curves[i], off)
+        for mask, refit in zip(own_masks, later, strict=False):
+            for curve in (curves[int(i)] for i in np.flatnonzero(mask)):
+                off = _log_errors(law, refit, curve)
+                errors[size].append(_late_error(off))
+                hidden_errors[size][curve.label] = _end_error(curve, off)
         if not errors[size]:
-            own = [curve for curve in curves if curve.size == size]
-            for curve in own:
-                off = _log_errors(law, coefficients, curve)
-                errors[size].append(float(np.sqrt(np.mean(off[off.size // 2 :] ** 2))))
+            errors[size] = [
+                _late_error(_log_errors(law, coefficients, curve))
+                for curve in curves
+                if curve.size == size
+            ]
             warnings.append(
-                f"size {size:g}: the band is that of fitted curves, too narrow for "
-                "another schedule; no curve could be hidden"
+                f"size {size:g}: no curve could be hidden, so the band is that of "
+                "fitted curves, too narrow for another schedule"
             )
     spread = {
         size: {
@@ -167,7 +163,7 @@ def fit_curves(
             )
             for name in law.coefficients
         }
-        for size in sizes
+        for size in coefficients
         if refits
     }
     curve_errors = {
@@ -222,19 +218,23 @@ def ratio_baseline(
 
     Returns:
       The constant curve of the target's size, times the ratio of the schedule to the
-      constant curve at each other size (geometric mean); NaN if a curve is missing.
+      constant curve. The ratio is that of the other size, or lies on the straight line
+      of ln ratio against ln size through several; NaN if a curve is missing.
     """
     step = np.asarray(target.schedule.step)
+    sizes = []
     ratios = []
     for curve in curves:
         if curve.name == target.name and curve.size != target.size:
             at = np.minimum(step, np.asarray(curve.schedule.step)[-1])
             seen = np.interp(at, np.asarray(curve.schedule.step), curve.loss)
             ratios.append(np.log(seen / constant_baseline(curves, curve.size, at)))
+            sizes.append(np.log(curve.size))
     if not ratios:
         return np.full(step.size, np.nan)
+    weights = _line_weights(np.array(sizes), np.array([np.log(target.size)]))[0]
     own = constant_baseline(curves, target.size, step)
-    return own * np.exp(np.mean(ratios, axis=0))
+    return own * np.exp(weights @ np.array(ratios))
 
 
 @validation.checks_numbers(size="(0, inf)")
@@ -260,6 +260,11 @@ def _log_errors(
     """Returns ln(predicted / seen) of a curve."""
     loss = curve_losses(law, coefficients[curve.size], curve.schedule)
     return np.log(loss / curve.loss)
+
+
+def _late_error(off: Float[np.ndarray, " rows"]) -> float:
+    """Returns the root mean square over the last half of a curve."""
+    return float(np.sqrt(np.mean(off[off.size // 2 :] ** 2)))
 
 
 def _end_error(curve: TrainingCurve, off: Float[np.ndarray, " rows"]) -> float:
@@ -299,20 +304,22 @@ def _refit(
     masks: Sequence[Bool[np.ndarray, " curves"]],
     problem: "_CurveProblem",
     x: Float[np.ndarray, " k"],
-    report: Callable[[float], None],
 ) -> list[dict[float, dict[str, float]]]:
     """Refits a law without the curves of each mask; returns the coefficients."""
-    refits = []
-    problems = {tuple(problem.is_annealed): (problem, x)}
-    for done, mask in enumerate(masks, 1):
-        each = problem.restricted(~mask)
-        key = tuple(each.is_annealed)
-        if key not in problems:
-            problems[key] = (each, each.adopt(problem, x))
-        each, start = problems[key]
-        solution = each.solve((~mask)[None].astype(float), start[None])
-        refits.append(each.natural(solution.coordinates[0]))
-        report(done)
+    refits: list[dict[float, dict[str, float]]] = [{} for _ in masks]
+    groups: dict[tuple[bool, ...], list[int]] = {}
+    for i, mask in enumerate(masks):
+        groups.setdefault(tuple(problem.annealed_sizes(~mask)), []).append(i)
+    for key, members in groups.items():
+        each = problem
+        start = x
+        if key != tuple(problem.is_annealed):
+            each = _CurveProblem(law, curves, ~masks[members[0]])
+            start = each.adopt(problem, x)
+        used = np.array([~masks[i] for i in members], float)
+        solution = each.solve(used, np.tile(start, (len(members), 1)))
+        for i, end in zip(members, solution.coordinates, strict=True):
+            refits[i] = each.natural(end)
     return refits
 
 
@@ -334,31 +341,33 @@ class _CurveProblem:
         self.curves = curves
         self.sizes = np.array(sorted({curve.size for curve in curves}))
         self.size_index = np.searchsorted(self.sizes, [x.size for x in curves])
-        annealed = np.array([curve.is_annealed for curve in curves]) & is_used
-        self.is_annealed = np.isin(np.arange(self.sizes.size), self.size_index[annealed])
+        self.is_annealed = self.annealed_sizes(is_used)
         if not self.is_annealed.any():
             raise ValueError(
                 "no curve has a falling learning rate: its effect cannot be fitted"
             )
-        self.lines = _size_lines(self.sizes, self.is_annealed)
+        logs = np.log(self.sizes)
+        self.lines = _line_weights(logs[self.is_annealed], logs)
+        self.lines[self.is_annealed] = np.eye(int(self.is_annealed.sum()))
         self.shared = (*law.shape, *("delta",) * law.fades)
         self.k = len(self.shared) + 3 * self.sizes.size + int(self.is_annealed.sum())
         with jax.enable_x64(True):
             self._pack()
 
-    def restricted(self, is_used: Bool[np.ndarray, " curves"]) -> "_CurveProblem":
-        """Returns the problem of some of the curves."""
-        return _CurveProblem(self.law, self.curves, is_used)
+    def annealed_sizes(
+        self, is_used: Bool[np.ndarray, " curves"]
+    ) -> Bool[np.ndarray, " sizes"]:
+        """Returns the mask of the sizes with a used curve whose rate falls."""
+        annealed = np.array([curve.is_annealed for curve in self.curves]) & is_used
+        return np.isin(np.arange(self.sizes.size), self.size_index[annealed])
 
     def _pack(self) -> None:
         """Arranges the rows of all curves, and their changes padded to one length."""
         packed = []
         rows = []
         for curve in self.curves:
-            step = jnp.asarray(curve.schedule.step, jnp.float64)
-            rate = jnp.asarray(curve.schedule.rate, jnp.float64)
-            packed.append(merge_changes(rate_changes(RateSchedule(step, rate))))
-            num = step.size
+            packed.append(merge_changes(rate_changes(curve.schedule)))
+            num = curve.loss.size
             even = np.linspace(0, num - 1, min(num, ROWS_PER_CURVE)).round()
             rows.append(np.unique([*even.astype(int), *range(num - MIN_LOSSES, num)]))
         self.unit_area = float(np.median(np.concatenate([x.area for x in packed])))
@@ -374,13 +383,15 @@ class _CurveProblem:
                 RateChanges(
                     changes.area[index] / self.unit_area,
                     changes.step[index] / self.unit_step,
-                    jnp.pad(changes.drop, (0, cells)) / self.unit_rate,
-                    jnp.pad(changes.rate, (0, cells), mode="edge") / self.unit_rate,
-                    jnp.pad(changes.change_area, (0, cells)) / self.unit_area,
-                    jnp.pad(changes.change_step, (0, cells)) / self.unit_step,
+                    np.pad(changes.drop, (0, cells)) / self.unit_rate,
+                    np.pad(changes.rate, (0, cells), mode="edge") / self.unit_rate,
+                    np.pad(changes.change_area, (0, cells)) / self.unit_area,
+                    np.pad(changes.change_step, (0, cells)) / self.unit_step,
                 )
             )
-        self.changes = RateChanges(*(jnp.stack(x) for x in zip(*tables, strict=True)))
+        self.changes = RateChanges(
+            *(jnp.asarray(np.stack(x)) for x in zip(*tables, strict=True))
+        )
         counts = np.array([x.size for x in rows])
         is_row = (np.arange(num_rows) < counts[:, None]).reshape(-1)
         self.row = np.flatnonzero(is_row)
@@ -421,19 +432,30 @@ class _CurveProblem:
         starts: Float[np.ndarray, "problems k"],
     ) -> multistart.Solution:
         """Minimizes the objective for weights of the curves, each from its start."""
+        room = (0, -len(starts) % _NUM_PROBLEMS), (0, 0)
+        starts = np.pad(starts, room, "edge")
+        weights = np.pad(weights, room)
+        ends = []
         with jax.enable_x64(True):
-            settings = multistart.SolverSettings(
-                jnp.float64(DELTA), jnp.int32(len(starts)), jnp.float64(1e-11)
-            )
-            end = self._minimize(
-                jnp.zeros((1, self.row.size)),
-                self.target,
-                jnp.asarray(weights[:, self.row_curve]),
-                jnp.asarray(np.clip(starts, *self.box())),
-                tuple(jnp.asarray(x) for x in self.box()),
-                settings,
-            )
-            return multistart.Solution(*(np.asarray(x) for x in end))
+            box = tuple(jnp.asarray(x) for x in self.box())
+            for i in range(0, len(starts), _NUM_PROBLEMS):
+                piece = slice(i, i + _NUM_PROBLEMS)
+                count = int(weights[piece].any(1).sum())
+                settings = multistart.SolverSettings(
+                    jnp.float64(DELTA), jnp.int32(count), jnp.float64(_TOLERANCE)
+                )
+                end = self._minimize(
+                    jnp.zeros((1, self.row.size)),
+                    self.target,
+                    jnp.asarray(weights[piece][:, self.row_curve]),
+                    jnp.asarray(np.clip(starts[piece], *self.box())),
+                    box,
+                    settings,
+                )
+                ends.append([np.asarray(x)[:count] for x in end])
+        return multistart.Solution(
+            *(np.concatenate(x) for x in zip(*ends, strict=True))
+        )
 
     @functools.cached_property
     def _minimize(self) -> Callable[..., multistart.Solution]:
@@ -463,7 +485,7 @@ class _CurveProblem:
 
     def _term(self, x: Array) -> Float[Array, " n"]:
         term = annealing_term(self.law, self._decode(x), self.changes)
-        return term.reshape(-1)[self.row]
+        return jnp.asarray(term).reshape(-1)[self.row]
 
     def _value(self, x: Array, term: Float[Array, " n"]) -> Float[Array, " n"]:
         num = self.sizes.size
@@ -535,7 +557,7 @@ class _CurveProblem:
             if value <= least or value >= most:
                 lines.append(f"{name} is at the end of its range")
         lines += [
-            f"size {size:g} has no curve with a falling rate: its B follows that of the "
+            f"size {size:g} has no curve with a falling rate: its B follows from the "
             "other sizes"
             for size in self.sizes[~self.is_annealed]
         ]
@@ -549,12 +571,10 @@ class _CurveProblem:
         return lines
 
 
-def _size_lines(
-    sizes: Float[np.ndarray, " sizes"], is_annealed: Bool[np.ndarray, " sizes"]
-) -> Float[np.ndarray, "sizes annealed"]:
-    """Returns the matrix from ln B of the annealed sizes to ln B of all sizes."""
-    x = np.log(sizes)
-    basis = np.stack([np.ones(x.size), x], 1)[:, : min(2, int(is_annealed.sum()))]
-    lines = basis @ np.linalg.pinv(basis[is_annealed])
-    lines[is_annealed] = np.eye(int(is_annealed.sum()))
-    return lines
+def _line_weights(
+    x: Float[np.ndarray, " known"], at: Float[np.ndarray, " sizes"]
+) -> Float[np.ndarray, "sizes known"]:
+    """Returns the weights of values at x in their straight line (one value: itself)."""
+    powers = range(min(2, len({*x})))
+    basis = np.stack([x**i for i in powers], 1)
+    return np.stack([at**i for i in powers], 1) @ np.linalg.pinv(basis)

@@ -9,10 +9,10 @@ of large rates, which decay removes.
 `S(t)` is the sum of the rates up to step t, warm-up included. `G_k` rises from 0 to 1
 after the change of the rate at step k; the laws differ in it, and in delta:
 
-* `multi-power`: `G_k = 1 - (1 + C eta_k^-gamma S_k(t))^-beta`, with the sum of the rates
-  `S_k` since step k; delta is 0. Luo et al. 2025, arXiv:2503.12811.
-* `annealed-area`: `G_k = 1 - lambda^(t-k)`, `B = C / (1 - lambda)`; delta is 0. `B (1 - lambda)
-  sum` is `C S2` with the annealed area S2 of Tissue et al. 2024, arXiv:2408.11029.
+* `multi-power`: `G_k = 1 - (1 + C eta_k^-gamma S_k(t))^-beta`, with `S_k` the sum of
+  the rates since step k; delta is 0. Luo et al. 2025, arXiv:2503.12811.
+* `annealed-area`: `G_k = 1 - lambda^(t-k)`; delta is 0. The last term is C times the
+  annealed area S2 of Tissue et al. 2024, arXiv:2408.11029, with C = B (1 - lambda).
 * `fading-multi-power`: the first one with delta fitted. The reduction of the loss by
   the same decay depends on when it begins; delta of public curves is 0.2.
 
@@ -23,12 +23,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-
-from jaxkv import validation
 
 WARMUP_CELLS = 24
 """Pieces of the warm-up, which is linear from 0 to the rate of the first row."""
@@ -76,16 +72,17 @@ class RateChanges(NamedTuple):
       change_step: step at the middle of each change.
     """
 
-    area: Float[Array, "*curves rows"]
-    step: Float[Array, "*curves rows"]
-    drop: Float[Array, "*curves cells"]
-    rate: Float[Array, "*curves cells"]
-    change_area: Float[Array, "*curves cells"]
-    change_step: Float[Array, "*curves cells"]
+    area: Float[np.ndarray | Array, "*curves rows"]
+    step: Float[np.ndarray | Array, "*curves rows"]
+    drop: Float[np.ndarray | Array, "*curves cells"]
+    rate: Float[np.ndarray | Array, "*curves cells"]
+    change_area: Float[np.ndarray | Array, "*curves cells"]
+    change_step: Float[np.ndarray | Array, "*curves cells"]
 
 
+type Number = float | Float[Array, "*n"]
 type Response = Callable[
-    [Mapping[str, Array], RateChanges], Float[Array, "*curves rows cells"]
+    [Mapping[str, Number], RateChanges], Float[np.ndarray | Array, "*curves rows cells"]
 ]
 
 
@@ -117,27 +114,32 @@ class CurveLaw:
 
 
 def rate_changes(schedule: RateSchedule) -> RateChanges:
-    """Returns the changes of the rate between rows, and the areas; differentiable."""
-    step = jnp.asarray(schedule.step)
-    rate = jnp.asarray(schedule.rate, step.dtype)
-    ramp = (jnp.arange(WARMUP_CELLS, dtype=step.dtype) + 0.5) / WARMUP_CELLS
+    """Returns the changes of the rate between rows, and the areas.
+
+    Like the other functions of this module it computes in NumPy for NumPy arrays, and
+    in JAX for arrays of JAX, where it is differentiable.
+    """
+    step, rate = schedule
+    xp = step.__array_namespace__()
+    ramp = (xp.arange(WARMUP_CELLS, dtype=step.dtype) + 0.5) / WARMUP_CELLS
     warmup_area = step[0] * rate[0] / 2
     middle = (rate[1:] + rate[:-1]) / 2
-    added = jnp.cumsum(jnp.diff(step) * middle)
-    area = warmup_area + jnp.concatenate([jnp.zeros_like(step[:1]), added])
+    added = xp.cumsum(xp.diff(step) * middle)
+    area = warmup_area + xp.concatenate([0 * added[:1], added])
+    rises = -rate[0] / WARMUP_CELLS * xp.ones_like(ramp)
     return RateChanges(
         area,
         step,
-        jnp.concatenate([-rate[0] / WARMUP_CELLS * jnp.ones_like(ramp), -jnp.diff(rate)]),
-        jnp.concatenate([ramp * rate[0], middle]),
-        jnp.concatenate([ramp**2 * warmup_area, (area[1:] + area[:-1]) / 2]),
-        jnp.concatenate([ramp * step[0], (step[1:] + step[:-1]) / 2]),
+        xp.concatenate([rises, -xp.diff(rate)]),
+        xp.concatenate([ramp * rate[0], middle]),
+        xp.concatenate([ramp**2 * warmup_area, (area[1:] + area[:-1]) / 2]),
+        xp.concatenate([ramp * step[0], (step[1:] + step[:-1]) / 2]),
     )
 
 
 def merge_changes(changes: RateChanges) -> RateChanges:
-    """Returns the changes without zeros, in at most `MAX_CELLS` groups of neighbours."""
-    cells = np.stack([np.asarray(x) for x in changes[2:]])
+    """Merges neighbouring changes into at most `MAX_CELLS`; omits those of zero."""
+    cells = np.stack(changes[2:])
     cells = cells[:, cells[0] != 0]
     size = -(-max(cells.shape[1] - WARMUP_CELLS, 1) // (MAX_CELLS - WARMUP_CELLS))
     starts = np.arange(WARMUP_CELLS, cells.shape[1], size)
@@ -145,18 +147,29 @@ def merge_changes(changes: RateChanges) -> RateChanges:
     drop = np.add.reduceat(cells[0], starts)
     counts = np.diff(np.append(starts, cells.shape[1]))
     merged = np.add.reduceat(cells[1:], starts, axis=1) / counts
-    return RateChanges(*changes[:2], *(jnp.asarray(x) for x in (drop, *merged)))
+    return RateChanges(*changes[:2], drop, *merged)
 
 
 def annealing_term(
-    law: CurveLaw, coefficients: Mapping[str, Array], changes: RateChanges
-) -> Float[Array, "*curves rows"]:
+    law: CurveLaw, coefficients: Mapping[str, Number], changes: RateChanges
+) -> Float[np.ndarray | Array, "*curves rows"]:
     """Returns `sum_k (eta_(k-1) - eta_k) G_k` at each row."""
     share = law.response(coefficients, changes)
-    return jnp.sum(changes.drop[..., None, :] * share, -1)
+    return (changes.drop[..., None, :] * share).sum(-1)
 
 
-@validation.checks_numbers()
+def combine_terms(
+    coefficients: Mapping[str, Number],
+    area: Float[np.ndarray | Array, "*n"],
+    term: Float[np.ndarray | Array, "*n"],
+) -> Float[np.ndarray | Array, "*n"]:
+    """Returns `L0 + A area^-alpha - B area^-delta term`."""
+    c = coefficients
+    if "delta" in c:
+        term = term * area ** -c["delta"]
+    return c["L0"] + c["A"] * area ** -c["alpha"] - c["B"] * term
+
+
 def curve_losses(
     law: CurveLaw, coefficients: Mapping[str, float], schedule: RateSchedule
 ) -> Float[np.ndarray, " rows"]:
@@ -173,31 +186,26 @@ def curve_losses(
     for name in law.coefficients:
         if name not in coefficients:
             raise ValueError(f"{law.name} needs a coefficient {name}")
-    with jax.enable_x64(True):
-        step = jnp.asarray(schedule.step, jnp.float64)
-        changes = merge_changes(rate_changes(RateSchedule(step, schedule.rate)))
-        c = {name: jnp.float64(coefficients[name]) for name in law.coefficients}
-        return np.asarray(combine_terms(c, changes.area, annealing_term(law, c, changes)))
+    rows = (np.asarray(x, np.float64) for x in schedule)
+    changes = merge_changes(rate_changes(RateSchedule(*rows)))
+    term = annealing_term(law, coefficients, changes)
+    return np.asarray(combine_terms(coefficients, changes.area, term))
 
 
-def combine_terms(
-    c: Mapping[str, Array], area: Float[Array, "*n"], term: Float[Array, "*n"]
-) -> Float[Array, "*n"]:
-    """Returns `L0 + A area^-alpha - B area^-delta term`."""
-    fade = area ** -c["delta"] if "delta" in c else jnp.ones_like(area)
-    return c["L0"] + c["A"] * area ** -c["alpha"] - c["B"] * fade * term
-
-
-def _multi_power(c: Mapping[str, Array], changes: RateChanges) -> Array:
+def _multi_power(c: Mapping[str, Number], changes: RateChanges) -> np.ndarray | Array:
     gap = changes.area[..., :, None] - changes.change_area[..., None, :]
     scale = (c["C"] * changes.rate ** -c["gamma"])[..., None, :]
-    # Powers of 1 + 0 before a change, so that derivatives are finite.
-    return 1 - (1 + scale * jnp.maximum(gap, 0.0)) ** -c["beta"]
+    return 1 - (1 + scale * _positive(gap)) ** -c["beta"]
 
 
-def _annealed_area(c: Mapping[str, Array], changes: RateChanges) -> Array:
+def _annealed_area(c: Mapping[str, Number], changes: RateChanges) -> np.ndarray | Array:
     gap = changes.step[..., :, None] - changes.change_step[..., None, :]
-    return 1 - c["lambda"] ** jnp.maximum(gap, 0.0)
+    return 1 - c["lambda"] ** _positive(gap)
+
+
+def _positive(x: np.ndarray | Array) -> np.ndarray | Array:
+    """Returns x where it is positive, else 0."""
+    return (x + abs(x)) / 2
 
 
 _LUO = "Luo et al. 2025, arXiv:2503.12811"
@@ -225,7 +233,5 @@ ANNEALED_AREA = CurveLaw(
     shape=("lambda",),
     response=_annealed_area,
 )
-CURVE_LAWS = {
-    law.name: law for law in (FADING_MULTI_POWER, MULTI_POWER, ANNEALED_AREA)
-}
+CURVE_LAWS = {law.name: law for law in (FADING_MULTI_POWER, MULTI_POWER, ANNEALED_AREA)}
 """Laws of whole curves by name."""

@@ -1,0 +1,1 @@
+"""`jaxkv fit CURVES --law schedule`: laws of whole training curves."""
