@@ -49,7 +49,7 @@ class RateSchedule(NamedTuple):
     """Learning rates at some steps of a run.
 
     The rate is linear between two rows, and rises linearly from 0 at step 0 to the
-    first row.
+    first row. A jump of the rate needs two rows at neighbouring steps.
 
     Attributes:
       step: steps, ascending and positive.

@@ -47,22 +47,23 @@ class CurveFitConfig(ConfigRecord):
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        if not self.laws:
-            raise ValueError(f"law={self.law!r} must name a law")
+        _ = self.laws
 
     @property
     def laws(self) -> tuple[CurveLaw, ...]:
         """The laws to fit."""
-        if self.law == ALL_CURVE_LAWS:
-            return tuple(CURVE_LAWS.values())
-        names = dict.fromkeys(x.strip() for x in self.law.split(",") if x.strip())
-        for name in names:
-            if name not in CURVE_LAWS:
+        laws = {}
+        for name in (x.strip() for x in self.law.split(",")):
+            if name == ALL_CURVE_LAWS:
+                laws |= CURVE_LAWS
+            elif name in CURVE_LAWS:
+                laws[name] = CURVE_LAWS[name]
+            else:
                 raise ValueError(
-                    f"no law of curves {name!r}; there are {ALL_CURVE_LAWS} and "
+                    f"no law of curves {name!r}; there are {ALL_CURVE_LAWS}, "
                     f"{', '.join(CURVE_LAWS)}"
                 )
-        return tuple(CURVE_LAWS[name] for name in names)
+        return tuple(laws.values())
 
 
 def names_curve_laws(law: str) -> bool:
