@@ -5,14 +5,6 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from scaling.fits.curve_fits import (
-        CurveFit,
-        CurvePrediction,
-        constant_baseline,
-        fit_curves,
-        predict_curve,
-        ratio_baseline,
-    )
     from scaling.fits.diagnostics import held_out_warnings
     from scaling.fits.equal_loss import compare
     from scaling.fits.fitting import bootstrap, describe_thinning, fit
@@ -25,7 +17,7 @@ if TYPE_CHECKING:
     )
     from scaling.fits.intervals import percentile_intervals, student_t
     from scaling.fits.levenberg_marquardt import FitProblem, Objective, solve_weightings
-    from scaling.fits.multistart import compiled_minimize
+    from scaling.fits.multistart import Solution, SolverSettings, compiled_minimize
     from scaling.fits.observations import make_observations
     from scaling.fits.prediction import predict, run_flops, score, score_held_out
     from scaling.fits.profile import choose_pair, profile_objective

@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from scaling.laws.base import AMOUNTS, AMOUNTS_FROM_0, Amount, Law, TwoPowers
+    from scaling.laws.base import (
+        AMOUNTS,
+        AMOUNTS_FROM_0,
+        Amount,
+        Coordinate,
+        Law,
+        TwoPowers,
+    )
     from scaling.laws.evaluation import (
         coefficient_slopes,
         coefficients,

@@ -34,7 +34,7 @@ class CurveColumns(ConfigRecord):
     """Column of the loss, in nats per token."""
 
 
-_KNOWN_AS = {
+_CURVE_NAMES = {
     "size": ("params_millions", "num_params", "params", "n_params", "N", "size"),
     "curve": ("schedule", "curve", "run_id", "run", "name"),
     "step": log_columns.STEP_COLUMNS,
@@ -137,7 +137,7 @@ def _find_columns(
 ) -> dict[str, str]:
     """Returns the column of each meaning that the file has."""
     roles = {}
-    for meaning, names in _KNOWN_AS.items():
+    for meaning, names in _CURVE_NAMES.items():
         flag = getattr(columns, meaning)
         if flag and flag not in table.names and (needs_loss or meaning != "loss"):
             raise ValueError(

@@ -27,13 +27,6 @@ if TYPE_CHECKING:
         nearest_design,
     )
     from scaling.plan.pricing import DAY_S, HOUR_S, Offer, best_offer, parse_offer
-    from scaling.plan.rate_schedules import (
-        BestSchedule,
-        ScheduleFrame,
-        best_schedule,
-        cosine_schedule,
-        wsd_schedule,
-    )
     from scaling.plan.spread import OptimumSpread, loss_interval, optimum_spread
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

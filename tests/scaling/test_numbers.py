@@ -19,6 +19,7 @@ from scaling import (
     calibration,
     corpora,
     costs,
+    curves,
     fits,
     frontiers,
     laws,
@@ -57,7 +58,7 @@ FAMILY = plan.DesignFamily()
 TOKENS = np.zeros(200, np.uint16)
 COLUMN = np.geomspace(1.0, 2.0, 5)
 CURVE = logs.TrainingCurve(1.0, "a", laws.RateSchedule(COLUMN, 1 / COLUMN), COLUMN)
-CURVE_FIT = fits.CurveFit(
+CURVE_FIT = curves.CurveFit(
     laws.CURVE_LAWS["multi-power"],
     {1.0: laws.MULTI_POWER_CONSTANTS["25M"]},
     {},
@@ -284,7 +285,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "space": "log",
             "num_lanes": 64,
         },
-        "fits.constant_baseline": {"curves": [CURVE], "size": 1.0, "step": COLUMN},
+        "curves.constant_baseline": {"curves": [CURVE], "size": 1.0, "step": COLUMN},
         "fits.describe_thinning": {"num_rows": 5000},
         "fits.f_test_p_value": {"ratio": 2.0, "freedom": 4, "freedom_below": 20},
         "fits.bootstrap": {
@@ -317,7 +318,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "interval": "prediction",
             "level": 0.9,
         },
-        "fits.predict_curve": {
+        "curves.predict_curve": {
             "fit": CURVE_FIT,
             "size": 1.0,
             "schedule": CURVE.schedule,
@@ -382,8 +383,8 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         "plan.nearest_design": {"family": FAMILY, "num_params": 1e9},
         "plan.needed_budget": TARGET,
         "plan.search_params": BUDGET,
-        "plan.wsd_schedule": {
-            "frame": plan.ScheduleFrame(1000.0, 100.0, 1e-3, 1e-4),
+        "curves.wsd_schedule": {
+            "frame": curves.ScheduleFrame(1000.0, 100.0, 1e-3, 1e-4),
             "decay_share": 0.2,
         },
         "plan.tokens_left": {"flops": 1e21, "num_params": 1e9, "inference_tokens": 1e9},

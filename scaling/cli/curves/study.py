@@ -19,15 +19,18 @@ from jaxkv.report import (
     numbered_list,
 )
 from scaling.cli.curves.config import CurveFitConfig
-from scaling.fits import (
+from scaling.curves import (
     CurveFit,
+    ScheduleFrame,
+    best_schedule,
     constant_baseline,
+    cosine_schedule,
     fit_curves,
     predict_curve,
     ratio_baseline,
+    wsd_schedule,
 )
 from scaling.logs import MIN_LOSSES, CurveColumns, TrainingCurve, read_curves
-from scaling.plan import ScheduleFrame, best_schedule, cosine_schedule, wsd_schedule
 
 FITTED = "fitted"
 HELD_OUT = "held out"
@@ -35,7 +38,7 @@ PREDICTED = "predicted"
 ROLES = (FITTED, HELD_OUT, PREDICTED)
 RATIO = "ratio to constant"
 CONSTANT = "constant curve"
-"""Predictions without a law: `fits.ratio_baseline` and `fits.constant_baseline`."""
+"""Predictions without a law: `curves.ratio_baseline` and `curves.constant_baseline`."""
 
 
 class RateCurve(NamedTuple):

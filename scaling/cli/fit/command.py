@@ -12,9 +12,7 @@ from jaxkv import files
 from jaxkv.cli import CommandOutput, is_word, parse_changes, run_study, value_of
 from jaxkv.plotting import Panels
 from jaxkv.report import Experiment, Study, config_loads
-from scaling.cli.curves import drawing as curve_drawing
-from scaling.cli.curves import study
-from scaling.cli.curves.config import CurveFitConfig, names_curve_laws
+from scaling.cli.curves import CurveFitConfig, curve_experiment, names_curve_laws
 from scaling.cli.fit import drawing, fitting, report
 from scaling.cli.fit.config import FitConfig
 from scaling.cli.fit.result import LogFits
@@ -77,24 +75,4 @@ def fit_experiment(log: str) -> Experiment:
         files=lambda result: {"fit.json": result.document},
     )
     question = "Which loss do these runs predict for larger ones?"
-    return Experiment("fit", question, (fits,))
-
-
-def curve_experiment(log: str) -> Experiment:
-    """Returns fits to training curves as an experiment.
-
-    Args:
-      log: log of the config.
-    """
-    fits = Study(
-        configs={"curves": CurveFitConfig(log=log)},
-        result=study.CurveFits,
-        run=study.fit_curve_file,
-        plot=curve_drawing.plot,
-        metrics=study.metrics,
-        summary=study.summary,
-        panels=Panels(2, 2),
-        files=study.result_files,
-    )
-    question = "Which loss does another schedule of the learning rate reach?"
     return Experiment("fit", question, (fits,))

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scaling.cli.curves.config import CurveFitConfig
+from scaling.cli.curves import CurveFitConfig, curve_experiment
 from scaling.cli.curves.study import CurveFits, fit_curve_file, metrics
-from scaling.cli.fit import command
 from scaling.laws import CURVE_LAWS, RateSchedule, curve_losses
 from tests.support import figures, smoke
 from tests.support.commands import Command, assert_refused, document
@@ -90,7 +89,7 @@ def test_curves_are_held_out_and_predicted(result: CurveFits) -> None:
 def test_the_figure_meets_the_rules(
     result: CurveFits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (study,) = command.curve_experiment("").studies
+    (study,) = curve_experiment("").studies
     sheet = figures.draw_sheet(lambda: smoke.draw(study, result), monkeypatch)
     assert figures.faults(sheet) == []
 

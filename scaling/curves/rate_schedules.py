@@ -29,7 +29,7 @@ from scaling.laws import (
 NUM_KNOTS = 97
 """Rows of a schedule; the rate is linear between them."""
 _DECAY_SHARES = (0.1, 0.2, 0.5, 1.0)
-_MAX_STEPS = 200
+_MAX_DESCENTS = 200
 
 
 class ScheduleFrame(NamedTuple):
@@ -132,7 +132,11 @@ def best_schedule(
                     x,
                     jac=True,
                     method="L-BFGS-B",
-                    options={"maxiter": _MAX_STEPS, "ftol": 1e-14, "gtol": 1e-9},
+                    options={
+                        "maxiter": _MAX_DESCENTS,
+                        "ftol": 1e-14,
+                        "gtol": 1e-9,
+                    },
                 )
             )
         best = min(ends, key=lambda end: end.fun)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from scaling.curves import ScheduleFrame, best_schedule, cosine_schedule, wsd_schedule
 from scaling.laws import CURVE_LAWS, MULTI_POWER_CONSTANTS, RateSchedule, curve_losses
-from scaling.plan import ScheduleFrame, best_schedule, cosine_schedule, wsd_schedule
 from tests.support.refusals import refused
 
 FRAME = ScheduleFrame(num_steps=24000.0, warmup_steps=2000.0, peak=3e-4, lowest=3e-5)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scaling.fits import (
+from scaling.curves import (
     CurveFit,
     constant_baseline,
     fit_curves,

@@ -20,9 +20,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxkv import validation
-from scaling.fits import intervals, multistart
-from scaling.fits.levenberg_marquardt import DELTA
+from scaling.fits import (
+    Objective,
+    Solution,
+    SolverSettings,
+    compiled_minimize,
+    student_t,
+)
 from scaling.laws import (
+    Coordinate,
     CurveLaw,
     Law,
     RateChanges,
@@ -33,16 +39,15 @@ from scaling.laws import (
     merge_changes,
     rate_changes,
 )
-from scaling.laws.base import Coordinate
-from scaling.logs.curves import MIN_LOSSES, TrainingCurve
+from scaling.logs import MIN_LOSSES, TrainingCurve
 
 ROWS_PER_CURVE = 48
 """Rows of a curve that are fitted, evenly spaced, besides its last five."""
 _NUM_PROBLEMS = 8
 """Problems of one compiled call, padded; compiling takes longer than all fits."""
 _NUM_LANES = 4
-_TOLERANCE = 1e-11
-_EXACT = 1e-8
+_CURVE_TOLERANCE = 1e-11
+_EXACT_OBJECTIVE = 1e-8
 """Objective below which curves are fitted exactly."""
 _SIZE_NAMES = ("L0", "A", "alpha", "B")
 _FEW_CURVES = 3
@@ -126,7 +131,7 @@ def fit_curves(law: CurveLaw, curves: Sequence[TrainingCurve]) -> CurveFit:
         raise ValueError(f"{law.name}: no start has a finite loss on these curves")
     x = solution.coordinates[best]
     coefficients = problem.natural(x)
-    is_near = solution.objective <= objective * 1.01 + _EXACT
+    is_near = solution.objective <= objective * 1.01 + _EXACT_OBJECTIVE
     warnings = problem.warnings(x)
     if is_near.sum() == 1 and len(starts) > 1:
         warnings.append(f"1 of {len(starts)} starts reaches the best objective")
@@ -207,7 +212,7 @@ def predict_curve(
         raise ValueError(f"size={size:g} must be one of the fitted sizes {known}")
     loss = curve_losses(fit.law, fit.coefficients[size], schedule)
     errors = np.array(fit.errors[size])
-    width = intervals.student_t(level, errors.size) * np.sqrt(np.mean(errors**2))
+    width = student_t(level, errors.size) * np.sqrt(np.mean(errors**2))
     return CurvePrediction(loss, loss * np.exp(-width), loss * np.exp(width))
 
 
@@ -430,7 +435,7 @@ class _CurveProblem:
         self,
         weights: Float[np.ndarray, "problems curves"],
         starts: Float[np.ndarray, "problems k"],
-    ) -> multistart.Solution:
+    ) -> Solution:
         """Minimizes the objective for weights of the curves, each from its start."""
         room = (0, -len(starts) % _NUM_PROBLEMS), (0, 0)
         starts = np.pad(starts, room, "edge")
@@ -441,8 +446,10 @@ class _CurveProblem:
             for i in range(0, len(starts), _NUM_PROBLEMS):
                 piece = slice(i, i + _NUM_PROBLEMS)
                 count = int(weights[piece].any(1).sum())
-                settings = multistart.SolverSettings(
-                    jnp.float64(DELTA), jnp.int32(count), jnp.float64(_TOLERANCE)
+                settings = SolverSettings(
+                    jnp.float64(Objective().delta),
+                    jnp.int32(count),
+                    jnp.float64(_CURVE_TOLERANCE),
                 )
                 end = self._minimize(
                     jnp.zeros((1, self.row.size)),
@@ -453,12 +460,10 @@ class _CurveProblem:
                     settings,
                 )
                 ends.append([np.asarray(x)[:count] for x in end])
-        return multistart.Solution(
-            *(np.concatenate(x) for x in zip(*ends, strict=True))
-        )
+        return Solution(*(np.concatenate(x) for x in zip(*ends, strict=True)))
 
     @functools.cached_property
-    def _minimize(self) -> Callable[..., multistart.Solution]:
+    def _minimize(self) -> Callable[..., Solution]:
         law = Law(
             name=self.law.name,
             formula=self.law.formula,
@@ -469,9 +474,7 @@ class _CurveProblem:
             shift=lambda x, centre: x,
             linearise=self._linearise,
         )
-        return jax.jit(
-            functools.partial(multistart.minimize, law, num_lanes=_NUM_LANES)
-        )
+        return compiled_minimize(law, "log", _NUM_LANES)
 
     def _decode(self, x: Array) -> dict[str, Array]:
         """Returns the shared coefficients, in the units of the fit."""
