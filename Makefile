@@ -34,8 +34,8 @@ CHECKED := jaxkv.arrays jaxkv.clock jaxkv.decoding jaxkv.disaggregation jaxkv.en
     jaxkv.files jaxkv.ledger jaxkv.memory jaxkv.models jaxkv.parallel jaxkv.progress \
     jaxkv.sampling jaxkv.scheduling jaxkv.server jaxkv.serving jaxkv.simulation \
     jaxkv.speculation jaxkv.text jaxkv.validation jaxkv.workloads pallas_kernels \
-    scaling.calibration scaling.corpora scaling.costs scaling.fits scaling.frontiers \
-    scaling.laws scaling.logs scaling.plan scaling.policy scaling.shapes scaling.sweeps \
+    scaling.calibration scaling.corpora scaling.costs scaling.curves scaling.fits \
+    scaling.frontiers scaling.laws scaling.logs scaling.plan scaling.policy scaling.shapes scaling.sweeps \
     scaling.training
 comma := ,
 space := $(subst ,, )

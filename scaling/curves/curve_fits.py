@@ -543,7 +543,7 @@ class _CurveProblem:
 
     def adopt(
         self, other: "_CurveProblem", x: Float[np.ndarray, " k"]
-    ) -> Float[np.ndarray, " k"]:
+    ) -> Float[np.ndarray, " fewer"]:
         """Returns the coordinates of a problem with fewer annealed sizes."""
         start = len(self.shared) + 3 * self.sizes.size
         log_b = (other.lines @ x[start:])[self.is_annealed]

@@ -80,7 +80,7 @@ class RateChanges(NamedTuple):
     change_step: Float[np.ndarray | Array, "*curves cells"]
 
 
-type Number = float | Float[Array, "*n"]
+type Number = float | Float[np.ndarray | Array, "..."]
 type Response = Callable[
     [Mapping[str, Number], RateChanges], Float[np.ndarray | Array, "*curves rows cells"]
 ]

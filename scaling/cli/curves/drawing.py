@@ -75,20 +75,24 @@ def _draw_bands(ax: "Axes", result: CurveFits) -> None:
     rest = np.flatnonzero(result.role != FITTED)
     shown = rest if rest.size else np.flatnonzero(result.role == FITTED)
     shown = shown[-_MAX_BANDS:]
-    names = ("predicted", "low", "high", "loss")
+    columns = ("predicted", "low", "high", "loss")
     loss, low, high, seen = (
-        end_values(result, getattr(result, name))[shown] for name in names
+        end_values(result, getattr(result, name))[shown] for name in columns
     )
     place = np.arange(shown.size)
     color = colors()[BLUE]
-    ends = np.stack([loss - low, high - loss])
-    ax.errorbar(loss, place, xerr=ends, fmt="o", color=color, capsize=3, label="law")
+    ends = 100 * np.stack([1 - low / loss, high / loss - 1])
+    center = np.zeros(shown.size)
+    ax.errorbar(center, place, xerr=ends, fmt="o", color=color, capsize=3, label="band")
     if np.isfinite(seen).any():
-        ax.plot(seen, place, "x", color=colors()[RED], label="seen")
-    ax.set_yticks(place, [str(result.labels[i]) for i in shown])
+        off = 100 * (seen / loss - 1)
+        ax.plot(off, place, "x", color=colors()[RED], label="seen")
+    names = [f"{result.labels[i]}: {x:.3f}" for i, x in zip(shown, loss, strict=True)]
+    ax.set_yticks(place, names)
     ax.invert_yaxis()
     what = "Predicted" if rest.size else "Fitted"
-    set_labels(ax, f"{what} losses, with bands", "loss at the end [nats/token]", "")
+    title = f"{what} losses at the end [nats/token]"
+    set_labels(ax, title, "relative to the prediction [%]", "")
     ax.legend()
 
 

@@ -334,9 +334,8 @@ def _best(law: str, best: Mapping[str, Any]) -> Sheet:
         f"of the peak for the last {best['decay_share']:.0%} of the steps. No run has "
         "tested it; its rates are in schedule.csv."
     )
-    return Sheet(
-        "schedules by the first law", ("schedule", "loss", "loses"), rows, note
-    )
+    heads = ("schedule", "loss at the end", "above the best")
+    return Sheet(f"schedules by {law}", heads, rows, note)
 
 
 def _percent(value: float | None, sign: str = "") -> str:

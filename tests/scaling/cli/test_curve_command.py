@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxkv.report import Sheet
 from scaling.cli.curves import CurveFitConfig, curve_experiment
-from scaling.cli.curves.study import CurveFits, fit_curve_file, metrics
+from scaling.cli.curves.study import CurveFits, fit_curve_file, metrics, summary
 from scaling.laws import CURVE_LAWS, RateSchedule, curve_losses
 from tests.support import figures, smoke
 from tests.support.commands import Command, assert_refused, document
@@ -83,6 +84,10 @@ def test_curves_are_held_out_and_predicted(result: CurveFits) -> None:
     assert best["size"] == 100
     assert best["loss"] <= min(best["other_losses"].values()) + 1e-9
     assert found["errors"]["annealed-area"]["num_curves"] == 1
+    by_title = {part.title: part for part in summary(result) if isinstance(part, Sheet)}
+    assert len(by_title["curves"].rows) == 6
+    assert by_title["schedules by annealed-area"].rows[0][0] == "best"
+    assert [row[0] for row in by_title["annealed-area"].rows][::3] == ["25", "100"]
 
 
 @pytest.mark.thorough
