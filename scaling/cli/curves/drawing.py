@@ -19,6 +19,7 @@ from scaling.cli.curves.study import FITTED, ROLES, CurveFits, end_values
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_MAX_TICKS = 4
 _MAX_BANDS = 8
 """Largest number of curves whose bands are drawn, the last ones."""
 
@@ -47,6 +48,7 @@ def _draw_curves(ax: "Axes", result: CurveFits) -> None:
     title = f"{is_fitted.size} curves, {is_fitted.sum()} of them fitted"
     set_labels(ax, title, "step [1]", "loss [nats/token]", yscale="log")
     label_log_axis(ax.yaxis)
+    ax.locator_params(axis="x", nbins=_MAX_TICKS)
     ax.legend()
 
 
@@ -108,4 +110,5 @@ def _draw_schedules(ax: "Axes", result: CurveFits) -> None:
         rate = np.concatenate([[0.0], curve.rate])
         ax.plot(step, rate, style, color=colors()[name], label=label)
     set_labels(ax, "Schedules", "step [1]", "learning rate [1]")
+    ax.locator_params(axis="x", nbins=_MAX_TICKS)
     ax.legend()
