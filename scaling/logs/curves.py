@@ -3,12 +3,12 @@
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv import validation
 from jaxkv.files import RawRow, RawTable
 from jaxkv.validation import ConfigRecord
 from scaling.laws import RateSchedule
@@ -109,7 +109,7 @@ def read_curves(
         do not ascend, a curve has too few rows, or the rule selects a part of a curve;
         one line with the place.
     """
-    table = files.read_log_table(Path(path))
+    table = files.read_log_table(validation.path("path", path))
     roles = _find_columns(table, columns or CurveColumns(), needs_loss)
     test = rules.parse_rule(hold_out, table.names) if hold_out else lambda cells: False
     rows: dict[tuple[float, str], list[RawRow]] = {}
