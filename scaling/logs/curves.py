@@ -100,7 +100,7 @@ def read_curves(
     Args:
       path: a table (`jaxkv.files.tables`) with a row for each step of each curve. Steps
         ascend within a curve; its first row is the end of the warm-up.
-      columns: the columns; by default roles by name.
+      columns: the columns; by default searched by name.
       hold_out: a rule (`rules`) over the columns of the file that selects whole curves.
       needs_loss: True if every row must have a loss.
 
