@@ -34,9 +34,9 @@ CHECKED := jaxkv.arrays jaxkv.clock jaxkv.decoding jaxkv.disaggregation jaxkv.en
     jaxkv.files jaxkv.ledger jaxkv.memory jaxkv.models jaxkv.parallel jaxkv.progress \
     jaxkv.sampling jaxkv.scheduling jaxkv.server jaxkv.serving jaxkv.simulation \
     jaxkv.speculation jaxkv.text jaxkv.validation jaxkv.workloads pallas_kernels \
-    scaling.calibration scaling.corpora scaling.costs scaling.fits scaling.frontiers \
-    scaling.laws scaling.logs scaling.plan scaling.policy scaling.shapes scaling.sweeps \
-    scaling.training
+    scaling.calibration scaling.corpora scaling.costs scaling.curves scaling.fits \
+    scaling.frontiers scaling.laws scaling.logs scaling.plan scaling.policy \
+    scaling.shapes scaling.sweeps scaling.training
 comma := ,
 space := $(subst ,, )
 TYPE_FLAG = $(if $(TYPE_CHECKS),--jaxtyping-packages=$(subst $(space),$(comma),$(strip $(CHECKED)))$(comma)beartype.beartype)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from scaling import cli as cli
     from scaling import corpora as corpora
     from scaling import costs as costs
+    from scaling import curves as curves
     from scaling import fits as fits
     from scaling import frontiers as frontiers
     from scaling import laws as laws

@@ -55,6 +55,8 @@ FILES = (
     "server.json",
     "sweep.json",
     "prediction.json",
+    "predictions.csv",
+    "schedule.csv",
 )
 """Files that a run folder may contain, without the panels of its figure."""
 PANELS = "figure-*.*"

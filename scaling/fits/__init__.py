@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from scaling.fits.intervals import percentile_intervals, student_t
     from scaling.fits.levenberg_marquardt import FitProblem, Objective, solve_weightings
-    from scaling.fits.multistart import compiled_minimize
+    from scaling.fits.multistart import Solution, SolverSettings, compiled_minimize
     from scaling.fits.observations import make_observations
     from scaling.fits.prediction import predict, run_flops, score, score_held_out
     from scaling.fits.profile import choose_pair, profile_objective

@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from scaling.laws.base import AMOUNTS, AMOUNTS_FROM_0, Amount, Law, TwoPowers
+    from scaling.laws.base import (
+        AMOUNTS,
+        AMOUNTS_FROM_0,
+        Amount,
+        Coordinate,
+        Law,
+        TwoPowers,
+    )
     from scaling.laws.evaluation import (
         coefficient_slopes,
         coefficients,
@@ -24,6 +31,18 @@ if TYPE_CHECKING:
         find_law,
         loss_powers,
         optimal_exponents,
+    )
+    from scaling.laws.schedules import (
+        CURVE_LAWS,
+        MULTI_POWER_CONSTANTS,
+        CurveLaw,
+        RateChanges,
+        RateSchedule,
+        annealing_term,
+        combine_terms,
+        curve_losses,
+        merge_changes,
+        rate_changes,
     )
     from scaling.laws.synthetic import (
         COEFFICIENTS,

@@ -11,6 +11,13 @@ if TYPE_CHECKING:
         SIZE_COLUMNS,
         LogColumns,
     )
+    from scaling.logs.curves import (
+        MIN_LOSSES,
+        CurveColumns,
+        CurveLog,
+        TrainingCurve,
+        read_curves,
+    )
     from scaling.logs.doubts import find_doubts
     from scaling.logs.files import CURVES, RUNS, read_log_text
     from scaling.logs.log import Log, read_log

@@ -19,9 +19,11 @@ from scaling import (
     calibration,
     corpora,
     costs,
+    curves,
     fits,
     frontiers,
     laws,
+    logs,
     plan,
     policy,
     shapes,
@@ -57,6 +59,18 @@ LADDER = plan.closed_form_ladder(np.geomspace(1e8, 1e10, 5), 1e9, 1e-18)
 SPENT = {"flop_cost": 1e-18, "budget": 1e4}
 TOKENS = np.zeros(200, np.uint16)
 COLUMN = np.geomspace(1.0, 2.0, 5)
+CURVE = logs.TrainingCurve(1.0, "a", laws.RateSchedule(COLUMN, 1 / COLUMN), COLUMN)
+CURVE_FIT = curves.CurveFit(
+    laws.CURVE_LAWS["multi-power"],
+    {1.0: laws.MULTI_POWER_CONSTANTS["25M"]},
+    {},
+    0.0,
+    (1, 1),
+    {},
+    {1.0: [1e-3]},
+    {},
+    [],
+)
 OFFERS = [plan.parse_offer("a100:4:312"), plan.parse_offer("v100:2.5:125")]
 STAGE = calibration.read_measured_stages(GOLDEN / "vllm_stages.csv")[0]
 COEFFICIENTS = calibration.draw_coefficients(np.zeros((1, len(calibration.PRIOR))))
@@ -287,6 +301,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "space": "log",
             "num_lanes": 64,
         },
+        "curves.constant_baseline": {"curves": [CURVE], "size": 1.0, "step": COLUMN},
         "fits.describe_thinning": {"num_rows": 5000},
         "fits.f_test_p_value": {"ratio": 2.0, "freedom": 4, "freedom_below": 20},
         "fits.bootstrap": {
@@ -317,6 +332,12 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "result": result,
             "data": data,
             "interval": "prediction",
+            "level": 0.9,
+        },
+        "curves.predict_curve": {
+            "fit": CURVE_FIT,
+            "size": 1.0,
+            "schedule": CURVE.schedule,
             "level": 0.9,
         },
         "fits.solve_weightings": {
@@ -397,6 +418,10 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         "plan.nearest_design": {"family": FAMILY, "num_params": 1e9},
         "plan.needed_budget": TARGET,
         "plan.search_params": BUDGET,
+        "curves.wsd_schedule": {
+            "frame": curves.ScheduleFrame(1000.0, 100.0, 1e-3, 1e-4),
+            "decay_share": 0.2,
+        },
         "plan.tokens_left": {"flops": 1e21, "num_params": 1e9, "inference_tokens": 1e9},
         "sweeps.count_cost": {"model": SMALL, "seq_len": 32},
         "sweeps.extrapolate": {

@@ -1,7 +1,8 @@
 """`jaxkv fit LOG`: which loss do these runs predict for larger ones?
 
 Fits laws to a log, scores each on held-out runs, and compares the optimum that each law
-implies with the optima of isoFLOP curves and training curves.
+implies with the optima of isoFLOP curves and training curves. With `--law schedule`,
+the log has whole training curves (`scaling.cli.curves`).
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from jaxkv import files
 from jaxkv.cli import CommandOutput, is_word, parse_changes, run_study, value_of
 from jaxkv.plotting import Panels
 from jaxkv.report import Experiment, Study, config_loads
+from scaling.cli.curves import CurveFitConfig, curve_experiment, names_curve_laws
 from scaling.cli.fit import drawing, fitting, report
 from scaling.cli.fit.config import FitConfig
 from scaling.cli.fit.result import LogFits
@@ -24,19 +26,28 @@ def main(args: list[str]) -> CommandOutput:
     """
     log = args[0] if is_word(args) else ""
     flags = args[1:] if log else args
-    base = FitConfig(log=log)
-    if (file := value_of(flags, "--config")) is not None:
-        base = config_loads(FitConfig, files.read_text(file), file)
+    file = value_of(flags, "--config")
+    law = value_of(flags, "--law") or ""
+    if file is not None:
+        law = law or str(files.read_json(file).get("law", ""))
+    kind = CurveFitConfig if names_curve_laws(law) else FitConfig
+    base = kind(log=log)
+    if file is not None:
+        base = config_loads(kind, files.read_text(file), file)
         base = dataclasses.replace(base, log=log or base.log)
     config, out, max_seconds = parse_changes(
         base,
         flags,
         "jaxkv fit LOG",
-        "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep.",
+        "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep; with --law "
+        "schedule a table of training curves.",
         "LOG/fit for a sweep, or a new one under runs/",
     )
     if not config.log:
         raise ValueError("LOG is missing: a CSV, JSON, or the folder of a sweep")
+    if isinstance(config, CurveFitConfig):
+        experiment = curve_experiment(config.log)
+        return run_study(experiment, config, out, max_seconds).lift_metrics()
     is_sweep = out is None and Path(config.log).is_dir()
     if is_sweep:
         out = Path(config.log) / "fit"
