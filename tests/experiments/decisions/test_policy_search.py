@@ -13,7 +13,12 @@ from experiments.decisions.policy_search import experiment, loads
 from experiments.decisions.policy_search.experiment import Config, HourMetrics
 from experiments.decisions.policy_search.loads import Hour, HourSplit
 from experiments.decisions.policy_search.optimizer import CMASearch, RandomSearch
-from jaxkv.scheduling import find_policy, format_linear_score, linear_score
+from jaxkv.scheduling import (
+    LinearScore,
+    find_policy,
+    format_linear_score,
+    linear_score,
+)
 from tests.support import smoke
 
 HAS_EXTRA = importlib.util.find_spec("cmaes") is not None
@@ -154,4 +159,6 @@ def test_a_run_tests_after_its_search_and_serves_the_winner(tmp_path) -> None:
         assert result.ratios.p90_ratio[row] == pytest.approx(mean)
     path = tmp_path / "policy.json"
     path.write_text(result.winners.policy_file[0])
-    assert format_linear_score(find_policy(str(path))) == path.read_text()
+    winner = find_policy(str(path))
+    assert isinstance(winner, LinearScore)
+    assert format_linear_score(winner) == path.read_text()
