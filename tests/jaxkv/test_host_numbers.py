@@ -137,6 +137,7 @@ EXEMPT = {
         "models.norm",
         "models.rotate",
         "models.rotate_pair",
+        "models.rotate_queries",
         "models.split_heads",
     ),
     "coordinates of a figure, where NaN is a gap": (
