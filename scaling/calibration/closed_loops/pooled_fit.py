@@ -4,11 +4,16 @@ Data are the logarithms of the time per token and of the time to the first token
 row. The logarithm of a coefficient is that of `PRIOR` or `LOOP_PRIOR`, plus a deviation
 that all rows share, plus an effect of the row's engine and one of its device, for the
 coefficients of `EFFECTS`. Deviations and effects have normal priors, so an effect that
-few rows support stays small (partial pooling). There are no effects of pairs: they
-fit one model's rows better and lose twofold on the next model.
+few rows support stays small (partial pooling). The rows of a model, device, engine and
+format are a sweep, with an effect of its own on the prompts that a prompt waits for: if
+answers are equally long and prompts go first, requests stay in step and wait for all,
+else for few, and no column tells. Other effects of pairs fit one model's rows better
+and lose twofold on the next model.
 
 Residuals have Student's t distribution: engines run settings that a table does not
-have, such as speculation. Many rows of one server count as `GROUP_ROWS`.
+have, such as speculation. Many rows of one sweep count as `GROUP_ROWS`, and rows with
+the same measured times as one. A fit that has mixtures sees no first tokens of dense
+models, whose public sweeps come from another load generator.
 
 The mode is found by Gauss-Newton steps with weights of the residuals; predictions have
 the normal approximation at the mode, and a discrepancy of the model.
@@ -17,7 +22,7 @@ Source: Gelman et al. 2013, Bayesian Data Analysis, chapters 5 and 17.
 """
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -48,9 +53,12 @@ EFFECTS: Mapping[str, Mapping[str, float]] = {
         "prompt_steps": 0.3,
         "first_wave": 0.3,
         "ingest_s": 1.0,
+        "launch_s": 0.5,
+        "host_token_s": 0.3,
     },
     "device": {"pace": 0.1},
     "statistic": {"pace": 0.1},
+    "sweep": {"first_wave": 0.3},
 }
 """Standard deviation of the logarithm of each effect, by kind of group."""
 LOOP_NOISE = np.array([0.08, 0.25])
@@ -58,7 +66,7 @@ LOOP_NOISE = np.array([0.08, 0.25])
 FREEDOM = 4.0
 """Degrees of freedom of the residuals."""
 GROUP_ROWS = 40
-"""Rows of one model, device, engine and format that count in full together."""
+"""Rows of a sweep that count in full together."""
 _FIXED = ("first_token_s", "stream_s", "delivery_lag", "pace")
 """Coefficients without a shared deviation: closed loops do not determine them."""
 _BLOCK_ROWS = 256
@@ -135,9 +143,10 @@ def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
     rows = _stack_rows(servers, groups)
     sizes = _group_sizes(groups)
     data = _data(servers)
-    counts = Counter((*x.group, x.weight_format) for x in servers)
-    share = [min(1.0, GROUP_ROWS / counts[*x.group, x.weight_format]) for x in servers]
-    weight = np.where(np.isnan(data), 0.0, np.array(share)[:, None]).ravel()
+    is_mixture = np.array([x.model.experts is not None for x in servers])
+    if is_mixture.any():
+        data[~is_mixture, 1] = np.nan
+    weight = np.where(np.isnan(data), 0.0, _row_weights(servers)[:, None]).ravel()
     target = np.nan_to_num(data).ravel()
     scale = np.tile(LOOP_NOISE, len(servers))
 
@@ -182,6 +191,18 @@ def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
         num_rows=len(servers),
         sizes=find_size_range(map(sizes_of_server, servers)),
     )
+
+
+def _row_weights(servers: Sequence[MeasuredServer]) -> Float[np.ndarray, " servers"]:
+    """Returns the weight of each row: repeated measurements count once."""
+    repeats = Counter((x.engine, x.token_s, x.first_token_s) for x in servers)
+    weight = [1 / repeats[x.engine, x.token_s, x.first_token_s] for x in servers]
+    sweeps = [_group_name(x, "sweep") for x in servers]
+    total = defaultdict[str, float](float)
+    for sweep, x in zip(sweeps, weight, strict=True):
+        total[sweep] += x
+    pairs = zip(sweeps, weight, strict=True)
+    return np.array([x * min(1.0, GROUP_ROWS / total[sweep]) for sweep, x in pairs])
 
 
 def sizes_of_server(server: MeasuredServer) -> LoadSizes:
@@ -242,6 +263,7 @@ def _group_name(server: MeasuredServer, kind: str) -> str:
         "engine": server.engine,
         "device": server.device.name,
         "statistic": "median step" if server.is_median_step else "time per token",
+        "sweep": "/".join((*server.group, server.weight_format)),
     }[kind]
 
 

@@ -61,6 +61,8 @@ class RowWork(NamedTuple):
     other_devices: Float[Array, "..."]
     num_layers: Float[Array, "..."]
     num_mixture_layers: Float[Array, "..."]
+    num_launches: Float[Array, "..."]
+    """Weights of the layers with experts: each has kernels that a step launches."""
     kv_capacity: Float[Array, "..."]
     """Tokens whose K and V fit into memory, at least 1."""
     state_tokens: Float[Array, "..."]
@@ -139,6 +141,7 @@ def count_server(server: MeasuredServer) -> RowWork:
         "other_devices": max(num - 1, 1),
         "num_layers": model.num_layers,
         "num_mixture_layers": model.num_mixture_layers,
+        "num_launches": _count_launches(model),
         "kv_capacity": max(room / (token_bytes * _window_share(model, length)), 1.0),
         "state_tokens": state_bytes / (token_bytes * decode_share),
         "prefill_pairs": prefill_flops / pair_flops,
@@ -214,6 +217,15 @@ def _count_weights(
             dense += number * num_bytes * copies
             flops += operations
     return _WeightCounts(dense, routed, flops, expert_flops, head_flops)
+
+
+def _count_launches(model: ModelShape) -> float:
+    """Returns the weights of the layers with experts."""
+    places = place_counts(model)
+    outside = ("embedding", "positions", "head")
+    weights = [x for x in list_weights(model) if x.part not in outside]
+    in_layers = sum(places[x.place] for x in weights if x.place != "ahead")
+    return in_layers * model.num_mixture_layers / model.num_layers
 
 
 def _kv_number_bytes(server: MeasuredServer) -> int:
