@@ -142,8 +142,9 @@ def find_loop_latency(work: RowWork, coefficients: LoopCoefficients) -> LoopLate
     wait_s = queue / running * (answer_s + prompt_s)
     first_s = f.server.ingest_s + f.prompt_steps * single_s + wait_s
     first_s += f.first_wave * others * prompt_s
-    streamed_s = work.concurrency * answer * f.host_token_s
-    life_s = smooth_maximum(first_s + answer_s, streamed_s, _HOST_OVERLAP)
+    streamed_s = jnp.asarray(work.concurrency * answer * f.host_token_s)
+    life_s = jnp.asarray(first_s + answer_s)
+    life_s = smooth_maximum(life_s, streamed_s, _HOST_OVERLAP)
     first_s = life_s - answer_s
     return LoopLatency(
         token_s, jnp.asarray(first_s), running, jnp.asarray(mean_token_s)
