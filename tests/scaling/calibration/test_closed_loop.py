@@ -29,6 +29,7 @@ from scaling.calibration import (
     make_server_cost,
     num_kv_blocks,
     predict_loops,
+    predict_roofline,
     predict_servers,
     predict_watts,
     sizes_of_server,
@@ -237,6 +238,15 @@ def test_prompts_of_mixtures_are_launched_weight_by_weight() -> None:
     delay_s = float(slow.first_token_s - fast.first_token_s)
     assert delay_s == pytest.approx(2e-3 * float(work.num_launches), rel=0.02)
     assert float(slow.token_s) == float(fast.token_s)
+
+
+def test_a_roofline_is_faster_than_the_prior() -> None:
+    """Without overheads, host and waits; a mixture has no launches."""
+    for server in (make_server(), make_server("gpt-oss-20b", concurrency=512.0)):
+        real = find_loop_latency(count_server(server), make_coefficients())
+        token_s, first_s = predict_roofline([server])[0]
+        assert 0 < token_s < float(real.token_s)
+        assert 0 < first_s < float(real.first_token_s)
 
 
 def test_power_is_idle_plus_used_shares() -> None:
