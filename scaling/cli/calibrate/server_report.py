@@ -191,9 +191,16 @@ def report_server_table(
     )
     document = metrics(result)
     parts = summary(result)
-    lines = []
+    fits = (calibration.dense, calibration.mixture)
+    models = {model for x in fits if x is not None for model in x.models}
+    num_seen = sum(x.model.name in models for x in table.servers)
+    lines = [
+        f"{num_seen:,} of {len(table.servers):,} rows are of models that "
+        f"{fit.name} was fitted to; jaxkv calibrate TABLE --leave-out model has errors "
+        "of models that no fit saw"
+    ]
     if has_figure or out is not None:
-        sections = [f"# {TABLES_QUESTION}", f"Rows of `{path.name}` by `{fit.name}`."]
+        sections = [f"# Signed errors of {path.name}", lines[0] + "."]
         contents: dict[str, str | bytes] = {**files(result)}
         if has_figure:
             sections.append("![figure](figure.png)")

@@ -1,6 +1,7 @@
 """`jaxkv simulate`: options, document, tables, figures, and errors."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -565,6 +566,7 @@ def test_a_table_of_servers_has_signed_errors(jaxkv: Command) -> None:
     assert (Path(report["out"]) / "figure-2.png").exists()
     page = (Path(report["out"]) / "report.md").read_text()
     assert "errors by device" in page
+    assert re.search(r"(\d+) of \1 rows are of models that public_servers.json", page)
     assert "![figure](figure.png)" in page
     rows = [x for x in report["errors"] if x["by"] == "device"]
     assert {row["quantity"] for row in rows} >= {"time per token", "first token"}
