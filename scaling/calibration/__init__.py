@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         LOOP_DISCREPANCY,
         LOOP_LATENCIES,
         POWER_DISCREPANCY,
+        ROOFLINE_LOOP,
         LoopCalibration,
         RowGain,
         ServerPrediction,

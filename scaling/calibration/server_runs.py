@@ -229,29 +229,36 @@ def _make_members(
     `simulate` takes every k-th member into a part, so that most parts have one load,
     and no member waits for a longer one.
     """
-    cost = setup.cost(jax.tree.map(lambda _: 0.0, coefficients))
     max_requests = max(load.workload.prompt.shape[0] for load in loads)
     padded = -(-max_requests // _REQUESTS) * _REQUESTS
-    load_members = stack(
+    workloads = [pad_workload(load.workload, padded) for load in loads]
+    first = stack(
         [
             SimulationMember(
-                workload=pad_workload(load.workload, padded),
+                workload=workloads[0],
                 capacity=Capacity.of(
-                    num_pages=setup.num_kv_blocks - load.resident_blocks,
+                    num_pages=setup.num_kv_blocks,
                     page_size=setup.block_size,
                     max_length=setup.max_model_len,
                     token_budget=setup.max_num_batched_tokens,
                 ),
                 policy=policy,
-                cost=cost,
+                cost=setup.cost(jax.tree.map(lambda _: 0.0, coefficients)),
             )
-            for load in loads
         ]
     )
     num_draws = np.shape(coefficients.step_s)[1]
-    members = jax.tree.map(lambda x: np.concatenate([x] * num_draws), load_members)
+    num = num_draws * len(loads)
+    members = jax.tree.map(lambda x: np.repeat(x, num, axis=0), first)
+    resident = np.tile([load.resident_blocks for load in loads], num_draws)
     draws = jax.tree.map(lambda x: x.T.ravel(), coefficients)
-    return members._replace(cost=members.cost._replace(coefficients=draws))
+    return members._replace(
+        workload=jax.tree.map(lambda *x: np.stack(x * num_draws), *workloads),
+        capacity=members.capacity._replace(
+            num_pages=members.capacity.num_pages - resident.astype(np.int32)
+        ),
+        cost=members.cost._replace(coefficients=draws),
+    )
 
 
 def _read_run(

@@ -21,6 +21,8 @@ PIPED_WIDTH = 80
 reader's width is unknown."""
 MIN_TEXT_WIDTH = 24
 """Smallest width of a column of sentences."""
+_NAME_WIDTH = 24
+"""Largest width of a name that a long value does not shorten."""
 NUM_EXCERPTS = 2
 """Number of excerpts printed; the report has all of them."""
 
@@ -90,14 +92,19 @@ def _grid(sheet: Sheet) -> table.Table:
         padding=(0, COLUMN_GAP, 0, 0),
         pad_edge=False,
     )
+    has_heads = any(sheet.columns)
     for i, head in enumerate(sheet.columns):
-        cells = (row[i] for row in sheet.rows)
+        cells = [row[i] for row in sheet.rows]
         right = all(x in ("", "-") or x.lstrip("-")[:1].isdigit() for x in cells)
+        # A name keeps its width next to a long value, which is folded.
+        is_name = not has_heads and i == 0
         grid.add_column(
             text.Text(head),
             justify="right" if right else "left",
             vertical="top",
-            no_wrap=not _is_prose(sheet, i),
+            no_wrap=is_name or (has_heads and not _is_prose(sheet, i)),
+            min_width=min(max(map(len, cells)), _NAME_WIDTH) if is_name else None,
+            overflow="ellipsis" if has_heads else "fold",
         )
     for row in sheet.rows:
         grid.add_row(*map(text.Text, row))

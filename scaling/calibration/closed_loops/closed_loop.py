@@ -8,7 +8,10 @@ one, and by half of it if an engine feeds all waiting prompts before it decodes.
 
 A first token comes after the request's own prompt, a share of the other prompts
 (requests that arrive together when the load starts wait for each other), and the wait
-for memory by Little's law.
+for memory by Little's law. Steps that feed prompts run without recorded graphs: layers
+with experts, which have the most kernels, are launched in `launch_s` for each weight.
+One process streams the tokens of all requests, so that a life of N requests of m tokens
+takes at least `N m host_token_s`; later requests wait for the backlog.
 """
 
 from typing import NamedTuple
@@ -49,6 +52,10 @@ class LoopCoefficients(NamedTuple):
     """Time to the first token over that of the prompt: rest of a step, small chunks."""
     first_wave: Scalar
     """Prompts that a prompt waits for, as a share of the other requests."""
+    launch_s: Scalar
+    """Host time of a weight of a layer with experts in a step with prompts, in s."""
+    host_token_s: Scalar
+    """Host time of streaming a token to a client in s."""
     pace: Scalar
     """Factor of the time per token; 1 without effects."""
 
@@ -62,9 +69,15 @@ LOOP_PRIOR = {
     "interference": (0.9, 0.4),
     "prompt_steps": (1.5, 0.4),
     "first_wave": (0.12, 0.6),
+    "launch_s": (100e-6, 0.5),
+    "host_token_s": (50e-6, 0.15),
     "pace": (1.0, 1e-3),
 }
 """Median and standard deviation of the logarithm of each further coefficient."""
+
+
+_HOST_OVERLAP = 6.0
+"""Exponent of the smooth maximum of a request's life and of its tokens' streaming."""
 
 
 class LoopLatency(NamedTuple):
@@ -121,10 +134,18 @@ def find_loop_latency(work: RowWork, coefficients: LoopCoefficients) -> LoopLate
     token_s = jnp.where(work.is_median_step > 0, f.pace * step_s, mean_token_s)
     # Little's law: a slot is free once per lifetime of a running request.
     queue = jnp.maximum(work.concurrency - running, 0.0)
-    prompt_s, single_s = lax.stop_gradient((prompt_s, single_s))
-    wait_s = queue / running * lax.stop_gradient(answer * token_s + prompt_s)
+    # First tokens do not inform the coefficients of a step.
+    prompt_s, single_s, answer_s = lax.stop_gradient(
+        (prompt_s, single_s, answer * token_s)
+    )
+    single_s += f.launch_s * work.num_launches
+    wait_s = queue / running * (answer_s + prompt_s)
     first_s = f.server.ingest_s + f.prompt_steps * single_s + wait_s
     first_s += f.first_wave * others * prompt_s
+    streamed_s = jnp.asarray(work.concurrency * answer * f.host_token_s)
+    life_s = jnp.asarray(first_s + answer_s)
+    life_s = smooth_maximum(life_s, streamed_s, _HOST_OVERLAP)
+    first_s = life_s - answer_s
     return LoopLatency(
         token_s, jnp.asarray(first_s), running, jnp.asarray(mean_token_s)
     )

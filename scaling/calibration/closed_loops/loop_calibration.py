@@ -166,7 +166,10 @@ ROOFLINE_LOOP = LoopCoefficients(
             for name in ServerCoefficients._fields
         }
     )._replace(overlap=64.0),
-    **{name: 0.0 if name == "first_wave" else 1.0 for name in LOOP_PRIOR},
+    **{
+        name: 0.0 if name == "first_wave" or name.endswith("_s") else 1.0
+        for name in LOOP_PRIOR
+    },
 )
 """All rates of the data sheet, the larger of compute and reads, and no overhead; all
 prompts interrupt all answers, and none waits for another."""

@@ -37,7 +37,7 @@ from scaling.calibration.server_cost import (
 
 PUBLISHED_LOOPS = Path(__file__).parents[1] / "public_servers.json"
 """Fits of public servers, written by `jaxkv calibrate`."""
-LOOP_VERSION = 1
+LOOP_VERSION = 2
 """Version of the coefficients of closed loops: raised when one changes its meaning."""
 LOOP_FILE = "closed loops"
 """Kind of the file, under the key `kind`."""

@@ -4,11 +4,16 @@ Data are the logarithms of the time per token and of the time to the first token
 row. The logarithm of a coefficient is that of `PRIOR` or `LOOP_PRIOR`, plus a deviation
 that all rows share, plus an effect of the row's engine and one of its device, for the
 coefficients of `EFFECTS`. Deviations and effects have normal priors, so an effect that
-few rows support stays small (partial pooling). There are no effects of pairs: they
-fit one model's rows better and lose twofold on the next model.
+few rows support stays small (partial pooling). The rows of a model, device, engine and
+format are a sweep, with an effect of its own on the prompts that a prompt waits for: if
+answers are equally long and prompts go first, requests stay in step and wait for all,
+else for few, and no column tells. Other effects of pairs fit one model's rows better
+and lose twofold on the next model.
 
 Residuals have Student's t distribution: engines run settings that a table does not
-have, such as speculation. Many rows of one server count as `GROUP_ROWS`.
+have, such as speculation. Many rows of one sweep count as `GROUP_ROWS`, and rows with
+the same measured times as one. A fit that has mixtures sees no first tokens of dense
+models, whose public sweeps come from another load generator.
 
 The mode is found by Gauss-Newton steps with weights of the residuals; predictions have
 the normal approximation at the mode, and a discrepancy of the model.
@@ -17,7 +22,7 @@ Source: Gelman et al. 2013, Bayesian Data Analysis, chapters 5 and 17.
 """
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -48,9 +53,12 @@ EFFECTS: Mapping[str, Mapping[str, float]] = {
         "prompt_steps": 0.3,
         "first_wave": 0.3,
         "ingest_s": 1.0,
+        "launch_s": 0.5,
+        "host_token_s": 0.3,
     },
     "device": {"pace": 0.1},
     "statistic": {"pace": 0.1},
+    "sweep": {"first_wave": 0.3},
 }
 """Standard deviation of the logarithm of each effect, by kind of group."""
 LOOP_NOISE = np.array([0.08, 0.25])
@@ -58,7 +66,7 @@ LOOP_NOISE = np.array([0.08, 0.25])
 FREEDOM = 4.0
 """Degrees of freedom of the residuals."""
 GROUP_ROWS = 40
-"""Rows of one model, device, engine and format that count in full together."""
+"""Rows of a sweep that count in full together."""
 _FIXED = ("first_token_s", "stream_s", "delivery_lag", "pace")
 """Coefficients without a shared deviation: closed loops do not determine them."""
 _BLOCK_ROWS = 256
@@ -133,16 +141,16 @@ def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
         kind: tuple(sorted({_group_name(x, kind) for x in servers})) for kind in EFFECTS
     }
     rows = _stack_rows(servers, groups)
-    sizes = _group_sizes(groups)
     data = _data(servers)
-    counts = Counter((*x.group, x.weight_format) for x in servers)
-    share = [min(1.0, GROUP_ROWS / counts[*x.group, x.weight_format]) for x in servers]
-    weight = np.where(np.isnan(data), 0.0, np.array(share)[:, None]).ravel()
+    is_mixture = np.array([x.model.experts is not None for x in servers])
+    if is_mixture.any():
+        data[~is_mixture, 1] = np.nan
+    weight = np.where(np.isnan(data), 0.0, _row_weights(servers)[:, None]).ravel()
     target = np.nan_to_num(data).ravel()
     scale = np.tile(LOOP_NOISE, len(servers))
 
     def residuals(deviations: np.ndarray) -> np.ndarray:
-        logs = _in_blocks(_log_latencies, deviations, rows, sizes)
+        logs = _in_blocks(_log_latencies, deviations, rows)
         return (logs.ravel() - target) / scale
 
     def loss(deviations: np.ndarray, r: np.ndarray) -> float:
@@ -154,8 +162,7 @@ def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
     lowest = loss(mode, r)
     damping = 1e-2
     for _ in range(_MAX_MOVES):
-        jacobian = _in_blocks(_log_jacobian, mode, rows, sizes)
-        jacobian = jacobian.reshape(len(r), -1) / scale[:, None]
+        jacobian = _find_slopes(mode, rows).reshape(len(r), -1) / scale[:, None]
         pull = weight * (FREEDOM + 1) / (FREEDOM + r**2)
         normal = jacobian.T @ (pull[:, None] * jacobian) + np.eye(len(mode))
         slope = jacobian.T @ (pull * r) + mode
@@ -182,6 +189,18 @@ def fit_loops(servers: Sequence[MeasuredServer]) -> LoopFit:
         num_rows=len(servers),
         sizes=find_size_range(map(sizes_of_server, servers)),
     )
+
+
+def _row_weights(servers: Sequence[MeasuredServer]) -> Float[np.ndarray, " servers"]:
+    """Returns the weight of each row: repeated measurements count once."""
+    repeats = Counter((x.engine, x.token_s, x.first_token_s) for x in servers)
+    weight = [1 / repeats[x.engine, x.token_s, x.first_token_s] for x in servers]
+    sweeps = [_group_name(x, "sweep") for x in servers]
+    total = defaultdict[str, float](float)
+    for sweep, x in zip(sweeps, weight, strict=True):
+        total[sweep] += x
+    pairs = zip(sweeps, weight, strict=True)
+    return np.array([x * min(1.0, GROUP_ROWS / total[sweep]) for sweep, x in pairs])
 
 
 def sizes_of_server(server: MeasuredServer) -> LoadSizes:
@@ -214,12 +233,11 @@ def predict_loops(servers: Sequence[MeasuredServer], fit: LoopFit) -> LoopPredic
       fit: the fit.
     """
     rows = _stack_rows(servers, fit.groups)
-    sizes = _group_sizes(fit.groups)
-    logs = _in_blocks(_log_latencies, fit.mode, rows, sizes)
+    logs = _in_blocks(_log_latencies, fit.mode, rows)
     jacobian = find_log_slopes(servers, fit)
     variance = np.einsum("skp,pq,skq->sk", jacobian, fit.covariance, jacobian)
     variance += [outside_variance(fit.sizes, sizes_of_server(x)) for x in servers]
-    running, mean_s = _in_blocks(_load, fit.mode, rows, sizes).T
+    running, mean_s = _in_blocks(_load, fit.mode, rows).T
     return LoopPrediction(np.exp(logs), np.sqrt(variance), running, mean_s)
 
 
@@ -227,14 +245,17 @@ def find_log_slopes(
     servers: Sequence[MeasuredServer], fit: LoopFit
 ) -> Float[np.ndarray, "servers 2 parameters"]:
     """Returns the slopes of the logarithms of both times at the mode of a fit."""
-    rows = _stack_rows(servers, fit.groups)
-    return _in_blocks(_log_jacobian, fit.mode, rows, _group_sizes(fit.groups))
+    return _find_slopes(fit.mode, _stack_rows(servers, fit.groups))
 
 
 class _Rows(NamedTuple):
     work: RowWork
-    places: Int[np.ndarray, "servers kinds"]
-    """Index of the row's group of each kind; the number of groups if unknown."""
+    places: Int[np.ndarray, "servers coefficients terms"]
+    """Parameters of the logarithm of each coefficient: the shared deviation and the
+    effects of the row's groups; the number of parameters if there is none."""
+    spreads: Float[np.ndarray, "coefficients terms"]
+    """Factor of each parameter."""
+    num_parameters: int
 
 
 def _group_name(server: MeasuredServer, kind: str) -> str:
@@ -242,26 +263,30 @@ def _group_name(server: MeasuredServer, kind: str) -> str:
         "engine": server.engine,
         "device": server.device.name,
         "statistic": "median step" if server.is_median_step else "time per token",
+        "sweep": "/".join((*server.group, server.weight_format)),
     }[kind]
 
 
 def _stack_rows(
     servers: Sequence[MeasuredServer], groups: Mapping[str, tuple[str, ...]]
 ) -> _Rows:
-    places = []
-    for server in servers:
-        names = {kind: _group_name(server, kind) for kind in groups}
-        places.append(
-            [
-                known.index(names[kind]) if names[kind] in known else len(known)
-                for kind, known in groups.items()
-            ]
-        )
-    return _Rows(stack_work(servers), np.array(places))
-
-
-def _group_sizes(groups: Mapping[str, tuple[str, ...]]) -> tuple[int, ...]:
-    return tuple(map(len, groups.values()))
+    num = count_parameters_of(groups)
+    names = [*_MEDIANS]
+    places = np.full((len(servers), len(names), 1 + len(EFFECTS)), num)
+    spreads = np.zeros(places.shape[1:])
+    for at, name in enumerate(_SHARED):
+        places[:, names.index(name), 0] = at
+        spreads[names.index(name), 0] = _SPREADS[name]
+    start = len(_SHARED)
+    for term, (kind, known) in enumerate(groups.items(), 1):
+        indices = {group: at for at, group in enumerate(known)}
+        group_names = [_group_name(server, kind) for server in servers]
+        at = np.array([indices.get(name, len(known)) for name in group_names])
+        for name, spread in EFFECTS[kind].items():
+            places[:, names.index(name), term] = start + at
+            spreads[names.index(name), term] = spread
+            start += len(known) + 1
+    return _Rows(stack_work(servers), places, spreads, num)
 
 
 def count_parameters_of(groups: Mapping[str, tuple[str, ...]]) -> int:
@@ -302,11 +327,9 @@ def make_loop_coefficients(
     deviations: Float[np.ndarray, "draws parameters"],
 ) -> LoopCoefficients:
     """Returns a server's coefficients, effects of its engine and device included."""
-    row = jax.tree.map(lambda x: x[0], _stack_rows([server], fit.groups))
-    make = functools.partial(
-        _make_coefficients, row=row, sizes=_group_sizes(fit.groups)
-    )
-    return jax.tree.map(np.asarray, jax.jit(jax.vmap(make))(jnp.float32(deviations)))
+    rows = _stack_rows([server], fit.groups)
+    logs = [_find_logs(x, rows)[0] for x in deviations]
+    return jax.tree.map(np.asarray, _make_coefficients(jnp.float32(logs)))
 
 
 def _data(servers: Sequence[MeasuredServer]) -> Float[np.ndarray, "servers 2"]:
@@ -314,72 +337,63 @@ def _data(servers: Sequence[MeasuredServer]) -> Float[np.ndarray, "servers 2"]:
     return np.log(pairs)
 
 
-def _make_coefficients(
-    deviations: Float[Array, " parameters"], row: _Rows, sizes: tuple[int, ...]
-) -> LoopCoefficients:
-    logs = {name: jnp.log(jnp.float32(median)) for name, median in _MEDIANS.items()}
-    for name, x in zip(_SHARED, deviations[: len(_SHARED)], strict=True):
-        logs[name] += _SPREADS[name] * x
-    start = len(_SHARED)
-    for i, (names, size) in enumerate(zip(EFFECTS.values(), sizes, strict=True)):
-        for name, spread in names.items():
-            logs[name] += spread * deviations[start + row.places[i]]
-            start += size + 1
-    values = {name: jnp.exp(x) for name, x in logs.items()}
+def _find_logs(
+    deviations: Float[np.ndarray, " parameters"], rows: _Rows
+) -> Float[np.ndarray, "servers coefficients"]:
+    """Returns the logarithms of the coefficients of each row."""
+    padded = np.append(deviations, 0.0)
+    medians = np.log([*_MEDIANS.values()])
+    return medians + np.sum(padded[rows.places] * rows.spreads, axis=2)
+
+
+def _find_slopes(
+    deviations: Float[np.ndarray, " parameters"], rows: _Rows
+) -> Float[np.ndarray, "servers 2 parameters"]:
+    """Returns the slopes of the logarithms of both times in the parameters."""
+    slopes = _in_blocks(_log_slopes, deviations, rows)
+    jacobian = np.zeros((len(slopes), 2, rows.num_parameters + 1))
+    row = np.arange(len(slopes))
+    for at, terms in enumerate(rows.spreads):
+        for term in np.flatnonzero(terms):
+            place = rows.places[:, at, term]
+            jacobian[row, :, place] += slopes[:, :, at] * terms[term]
+    return jacobian[:, :, :-1]
+
+
+def _make_coefficients(logs: Float[Array, "*draws coefficients"]) -> LoopCoefficients:
+    columns = jnp.moveaxis(jnp.exp(logs), -1, 0)
+    values = dict(zip(_MEDIANS, columns, strict=True))
     server = {name: values.pop(name) for name in ServerCoefficients._fields}
     return LoopCoefficients(server=ServerCoefficients(**server), **values)
 
 
 def _in_blocks(
     function: Callable[..., Array],
-    deviations: np.ndarray,
+    deviations: Float[np.ndarray, " parameters"],
     rows: _Rows,
-    sizes: tuple[int, ...],
 ) -> np.ndarray:
     """Maps a compiled function over blocks of one size, so that it compiles once."""
-    num = len(rows.places)
+    logs = _find_logs(deviations, rows).astype(np.float32)
+    num = len(logs)
     padded = np.minimum(np.arange(-(-num // _BLOCK_ROWS) * _BLOCK_ROWS), num - 1)
     parts = []
     for places in np.split(padded, len(padded) // _BLOCK_ROWS):
-        block = jax.tree.map(functools.partial(np.take, indices=places, axis=0), rows)
-        part = function(jnp.float32(deviations), block, sizes)
+        take = functools.partial(np.take, indices=places, axis=0)
+        part = function(*jax.tree.map(take, (logs, rows.work)))
         parts.append(np.asarray(part, np.float64))
     return np.concatenate(parts)[:num]
 
 
-def _row_logs(
-    deviations: Float[Array, " parameters"], row: _Rows, sizes: tuple[int, ...]
-) -> Float[Array, "2"]:
-    coefficients = _make_coefficients(deviations, row, sizes)
-    latency = find_loop_latency(row.work, coefficients)
+def _row_logs(logs: Float[Array, " coefficients"], work: RowWork) -> Float[Array, "2"]:
+    latency = find_loop_latency(work, _make_coefficients(logs))
     return jnp.log(jnp.stack([latency.token_s, latency.first_token_s]))
 
 
-def _row_load(
-    deviations: Float[Array, " parameters"], row: _Rows, sizes: tuple[int, ...]
-) -> Float[Array, "2"]:
-    coefficients = _make_coefficients(deviations, row, sizes)
-    latency = find_loop_latency(row.work, coefficients)
+def _row_load(logs: Float[Array, " coefficients"], work: RowWork) -> Float[Array, "2"]:
+    latency = find_loop_latency(work, _make_coefficients(logs))
     return jnp.stack([latency.num_running, latency.mean_token_s])
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _log_latencies(
-    deviations: Array, rows: _Rows, sizes: tuple[int, ...]
-) -> Float[Array, "servers 2"]:
-    return jax.vmap(lambda row: _row_logs(deviations, row, sizes))(rows)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _log_jacobian(
-    deviations: Array, rows: _Rows, sizes: tuple[int, ...]
-) -> Float[Array, "servers 2 parameters"]:
-    slope = jax.jacfwd(_row_logs)
-    return jax.vmap(lambda row: slope(deviations, row, sizes))(rows)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _load(
-    deviations: Array, rows: _Rows, sizes: tuple[int, ...]
-) -> Float[Array, "servers 2"]:
-    return jax.vmap(lambda row: _row_load(deviations, row, sizes))(rows)
+_log_latencies = jax.jit(jax.vmap(_row_logs))
+_log_slopes = jax.jit(jax.vmap(jax.jacfwd(_row_logs)))
+_load = jax.jit(jax.vmap(_row_load))

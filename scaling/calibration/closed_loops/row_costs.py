@@ -61,6 +61,8 @@ class RowWork(NamedTuple):
     other_devices: Float[Array, "..."]
     num_layers: Float[Array, "..."]
     num_mixture_layers: Float[Array, "..."]
+    num_launches: Float[Array, "..."]
+    """Weights of the layers with experts: each has kernels that a step launches."""
     kv_capacity: Float[Array, "..."]
     """Tokens whose K and V fit into memory, at least 1."""
     state_tokens: Float[Array, "..."]
@@ -100,7 +102,6 @@ def count_server(server: MeasuredServer) -> RowWork:
     prompt_share = _window_share(model, server.prompt_tokens / 2)
     pair_flops = _pair_flops(model, is_absorbed=True) * decode_share
     prefill_flops = _pair_flops(model, is_absorbed=False) * prompt_share
-    attention_share = model.num_attention_layers / model.num_layers
     token_bytes = model.num_attention_layers * kv_bytes * kv_copies
     state_bytes = 0
     if model.recurrent is not None:
@@ -116,14 +117,14 @@ def count_server(server: MeasuredServer) -> RowWork:
     numbers = {
         "flops_per_token": weights.flops,
         "flops_per_logit": weights.head_flops,
-        "flops_per_key": pair_flops * attention_share,
+        "flops_per_key": pair_flops,
         "weight_bytes": weights.bytes,
         "expert_bytes": weights.expert_bytes,
         "expert_share": experts.top_k / experts.num_experts if experts else 0.0,
-        "kv_bytes": kv_bytes * decode_share * attention_share,
+        "kv_bytes": kv_bytes * decode_share,
         "state_bytes": 0.0,  # counted as context, see `state_tokens`
         "window": 0.0,
-        "layers": 0.0,
+        "layers": model.num_attention_layers,
         "flops_per_s": device.bfloat16 * num,
         "bytes_per_s": device.bandwidth * num,
         "overhead_s": 0.0,
@@ -140,6 +141,7 @@ def count_server(server: MeasuredServer) -> RowWork:
         "other_devices": max(num - 1, 1),
         "num_layers": model.num_layers,
         "num_mixture_layers": model.num_mixture_layers,
+        "num_launches": _count_launches(model),
         "kv_capacity": max(room / (token_bytes * _window_share(model, length)), 1.0),
         "state_tokens": state_bytes / (token_bytes * decode_share),
         "prefill_pairs": prefill_flops / pair_flops,
@@ -215,6 +217,15 @@ def _count_weights(
             dense += number * num_bytes * copies
             flops += operations
     return _WeightCounts(dense, routed, flops, expert_flops, head_flops)
+
+
+def _count_launches(model: ModelShape) -> float:
+    """Returns the weights of the layers with experts."""
+    places = place_counts(model)
+    outside = ("embedding", "positions", "head")
+    weights = [x for x in list_weights(model) if x.part not in outside]
+    in_layers = sum(places[x.place] for x in weights if x.place != "ahead")
+    return in_layers * model.num_mixture_layers / model.num_layers
 
 
 def _kv_number_bytes(server: MeasuredServer) -> int:

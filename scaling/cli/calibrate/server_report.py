@@ -19,6 +19,7 @@ from jaxkv.report import (
     Sheet,
     Study,
     numbered_list,
+    part_to_markdown,
     write_files,
 )
 from scaling.calibration import (
@@ -168,8 +169,8 @@ def report_server_table(
     Args:
       path: the table.
       fit: file of a fit of tables.
-      out: folder for prediction.json and the figure; None for none, with a figure for a
-        new one under runs/.
+      out: folder for report.md, prediction.json and the figure; None for none, with a
+        figure for a new one under runs/.
       has_figure: True to draw the figure.
 
     Raises:
@@ -189,13 +190,25 @@ def report_server_table(
         server="",
     )
     document = metrics(result)
-    lines = []
+    parts = summary(result)
+    fits = (calibration.dense, calibration.mixture)
+    models = {model for x in fits if x is not None for model in x.models}
+    num_seen = sum(x.model.name in models for x in table.servers)
+    lines = [
+        f"{num_seen:,} of {len(table.servers):,} rows are of models that "
+        f"{fit.name} was fitted to; jaxkv calibrate TABLE --leave-out model has errors "
+        "of models that no fit saw"
+    ]
     if has_figure or out is not None:
+        sections = [f"# Signed errors of {path.name}", lines[0] + "."]
         contents: dict[str, str | bytes] = {**files(result)}
         if has_figure:
+            sections.append("![figure](figure.png)")
             contents |= render_figure(
                 lambda axes: plot(axes, result), panels=(1, 2), size_inches=(3.4, 4.5)
             )
+        sections += map(part_to_markdown, parts)
+        contents["report.md"] = "\n\n".join(sections) + "\n"
         document["out"] = write_files(out, "simulate", contents)
         lines.append(f"folder: {document['out']}")
-    return CommandOutput(document, summary(result), lines)
+    return CommandOutput(document, parts, lines)

@@ -1,7 +1,6 @@
 """Fits and predictions of public tables of servers, with signed errors by group."""
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -41,11 +40,11 @@ from scaling.cli.calibrate.server_results import (
     Refusals,
     ServerTablesResult,
 )
-from scaling.cli.calibrate.study import DATA_VARIABLE
+from scaling.cli.calibrate.study import check_leave_out, find_published
 
 _NUM_NEXT = 3
-PUBLIC_TABLES = ("aic_servers.csv", "mlenergy_servers.csv")
-"""Files of public rows in the folder servers2026 of `DATA_VARIABLE`."""
+PUBLIC_TABLES = ("servers2026/aic_servers.csv", "servers2026/mlenergy_servers.csv")
+"""Files of public rows in the folder that JAXKV_DATA names."""
 
 
 class ServerTablesConfig(ConfigRecord):
@@ -63,11 +62,7 @@ class ServerTablesConfig(ConfigRecord):
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        if not self.leave_out or len({*self.leave_out}) < len(self.leave_out):
-            raise ValueError(
-                f"leave_out={self.leave_out!r} must be one or more of none, model, "
-                "developer"
-            )
+        check_leave_out(self.leave_out, "none, model, developer")
 
 
 class _Tables(NamedTuple):
@@ -151,16 +146,12 @@ def rank_next_rows(
 
 
 def find_public_tables(names: Sequence[str]) -> tuple[Path, ...]:
-    """Returns the paths of tables, by default of the public ones in `DATA_VARIABLE`.
+    """Returns the paths of tables, by default of the public ones.
 
     Raises:
       ValueError: there is no name, and the environment variable is not set.
     """
-    if names:
-        return tuple(map(Path, names))
-    if not (folder := os.environ.get(DATA_VARIABLE)):
-        raise ValueError(f"tables=() needs {DATA_VARIABLE}, which has servers2026")
-    return tuple(Path(folder) / "servers2026" / name for name in PUBLIC_TABLES)
+    return tuple(map(Path, names)) or find_published("tables=()", PUBLIC_TABLES)
 
 
 def server_rows(

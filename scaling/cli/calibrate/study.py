@@ -7,9 +7,11 @@ without the stage itself.
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax
 import numpy as np
 
 from jaxkv.plotting import (
@@ -30,8 +32,8 @@ from jaxkv.validation import ConfigRecord, NonNegativeInt, Range
 from scaling import shapes
 from scaling.calibration import (
     FIT_ROUNDS,
+    ROOFLINE_LOOP,
     MeasuredStage,
-    ServerCoefficients,
     fit_posterior,
     format_posterior,
     leave_out,
@@ -61,17 +63,8 @@ DESCRIPTIONS = {
     "roofline": "roofline without a fit",
 }
 """Kinds of predictions."""
-ROOFLINE = ServerCoefficients(
-    **{name: np.ones(1, np.float32) for name in ServerCoefficients._fields}
-)._replace(
-    overlap=np.full(1, 64, np.float32),
-    **{
-        name: np.zeros(1, np.float32)
-        for name in ServerCoefficients._fields
-        if name.endswith("_s") or name == "delivery_lag"
-    },
-)
-"""All rates of the data sheet, the larger of compute and reads, and no overhead."""
+ROOFLINE = jax.tree.map(lambda x: np.full(1, x, np.float32), ROOFLINE_LOOP.server)
+"""All rates of the data sheet and no overhead, as one draw."""
 
 
 class CalibrationConfig(ConfigRecord):
@@ -93,10 +86,7 @@ class CalibrationConfig(ConfigRecord):
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        if not self.leave_out or len({*self.leave_out}) < len(self.leave_out):
-            raise ValueError(
-                f"leave_out={self.leave_out!r} must be one or more of none, model, load"
-            )
+        check_leave_out(self.leave_out, "none, model, load")
 
 
 def predict_stages(
@@ -184,19 +174,36 @@ class _Stopped(Exception):
     """Raised inside a fit when the user asked to stop."""
 
 
+def check_leave_out(kinds: Sequence[str], names: str) -> None:
+    """Raises a `ValueError` unless there are kinds, each of them once."""
+    if not kinds or len({*kinds}) < len(kinds):
+        raise ValueError(f"leave_out={kinds!r} must be one or more of {names}")
+
+
 def find_measured_runs(name: str) -> Path:
-    """Returns the path of a table, by default the published one in `DATA_VARIABLE`.
+    """Returns the path of a table, by default the published one.
 
     Raises:
       ValueError: the name is empty, and the environment variable is not set.
     """
-    if name:
-        return Path(name)
+    return Path(name) if name else find_published("runs=''", (PUBLISHED_RUNS,))[0]
+
+
+def find_published(field: str, names: Sequence[str]) -> tuple[Path, ...]:
+    """Returns the paths of files in the folder that `DATA_VARIABLE` names.
+
+    Args:
+      field: the empty field, for the message.
+      names: paths in the folder.
+
+    Raises:
+      ValueError: the environment variable is not set.
+    """
     if not (folder := os.environ.get(DATA_VARIABLE)):
         raise ValueError(
-            f"runs='' needs {DATA_VARIABLE}, the folder that has {PUBLISHED_RUNS}"
+            f"{field} needs {DATA_VARIABLE}, the folder that has {names[0]}"
         )
-    return Path(folder) / PUBLISHED_RUNS
+    return tuple(Path(folder) / name for name in names)
 
 
 def _name(model: str) -> str:

@@ -9,6 +9,8 @@ import pytest
 
 from jaxkv import files
 from jaxkv.cli import compilation_cache
+from jaxkv.cli.console.printing import print_parts
+from jaxkv.report import Sheet
 from tests.support.folders import ROOT
 
 FULL = "jaxkv: standard output: cannot be written: No space left on device\n"
@@ -51,6 +53,17 @@ def test_a_closed_pipe_gives_no_message(words: str) -> None:
     assert (done.stdout, done.stderr) == ("1\n", "")
 
 
+def test_a_name_keeps_its_width_next_to_a_long_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    long = "row" * 40
+    sheet = Sheet("next", ("target", "concurrency"), [(long, "64"), (long, "256")])
+    print_parts([sheet])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("concurrency" in line for line in lines) == 2
+    assert "".join(lines).count("w") == 80
+
+
 def test_unwritable_paths_are_named_and_unchanged(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(ValueError, match=f"{pipe}: cannot be written: it is no"):
@@ -62,6 +75,8 @@ def test_unwritable_paths_are_named_and_unchanged(tmp_path: Path) -> None:
 
 COMPILE = """if True:
     from jaxkv.cli import compilation_cache
+from jaxkv.cli.console.printing import print_parts
+from jaxkv.report import Sheet
     from jaxkv.cli.console import streams
     streams.guard_streams()
     compilation_cache.enable_program_cache()

@@ -29,6 +29,7 @@ from scaling.calibration import (
     make_server_cost,
     num_kv_blocks,
     predict_loops,
+    predict_roofline,
     predict_servers,
     predict_watts,
     sizes_of_server,
@@ -120,22 +121,29 @@ def test_windows_states_and_latents_have_their_share_of_the_cache() -> None:
 
 
 def simulate_loop(
-    server: MeasuredServer, cost: Callable[[Work], jax.Array], num_slots: int
+    server: MeasuredServer,
+    cost: Callable[[Work], jax.Array],
+    num_slots: int,
+    host_token_s: float = 0.0,
 ) -> tuple[float, float]:
     """Runs a closed loop step by step; returns mean time per token and first token.
 
     Each step decodes one token of each running request, and feeds one whole prompt if a
-    request waits and a slot is free. A request that ends is replaced at once.
+    request waits and a slot is free. One process streams all tokens in their order. A
+    request whose last token is streamed is replaced at once.
     """
     prompt, answer = int(server.prompt_tokens), int(server.answer_tokens)
     waiting = [0.0] * int(server.concurrency)
     running: list[list[float]] = []  # tokens, arrival, first token
     ends: list[tuple[float, float]] = []
     now = 0.0
+    streamed = 0.0
     cache: dict[tuple[int, int, bool], float] = {}
     num_requests = 12 * len(waiting)
     while len(ends) < num_requests:
-        feeds = bool(waiting) and len(running) < num_slots
+        if not running:
+            now = max(now, waiting[0])
+        feeds = bool(waiting) and waiting[0] <= now and len(running) < num_slots
         context = int(sum(prompt + x[0] for x in running))
         key = (len(running), context // 256, feeds)
         if key not in cache:
@@ -154,13 +162,17 @@ def simulate_loop(
         now += cache[key]
         for request in running:
             request[0] += 1
+        streamed = max(now, streamed)
         if feeds:
-            running.append([1, waiting.pop(0), now])
-        for request in [x for x in running if x[0] >= answer]:
-            running.remove(request)
-            token_s = (now - request[2]) / (answer - 1)
-            ends.append((token_s, request[2] - request[1]))
-            waiting.append(now)
+            streamed += host_token_s
+            running.append([1, waiting.pop(0), streamed])
+        for request in [*running]:
+            streamed += host_token_s
+            if request[0] >= answer:
+                running.remove(request)
+                token_s = (streamed - request[2]) / (answer - 1)
+                ends.append((token_s, request[2] - request[1]))
+                waiting.append(streamed)
     late = np.array(ends[len(ends) // 2 :])
     return float(late[:, 0].mean()), float(late[:, 1].mean())
 
@@ -192,6 +204,51 @@ def test_requests_wait_for_memory_as_in_a_simulated_loop() -> None:
     assert float(predicted.first_token_s) == pytest.approx(first_s, rel=0.1)
 
 
+@pytest.mark.parametrize("host_token_s", [0.0, 2e-3])
+def test_first_tokens_wait_for_the_stream_of_others(host_token_s: float) -> None:
+    """A process that streams 500 tokens a second has a backlog in a loop of 16."""
+    server = make_server(prompt_tokens=64.0, answer_tokens=64.0)
+    coefficients = make_coefficients(
+        interference=1.0,
+        ingest_s=1e-9,
+        host_token_s=host_token_s,
+        first_wave=0.0,
+        prompt_steps=1.0,
+    )
+    work = count_server(server)
+    cost = jax.jit(make_loop_cost(work, coefficients).__call__)
+    _, first_s = simulate_loop(server, cost, 16, host_token_s)
+    predicted = float(find_loop_latency(work, coefficients).first_token_s)
+    assert (first_s > 0.5) == (host_token_s > 0)
+    assert predicted == pytest.approx(first_s, rel=0.25)
+
+
+def test_prompts_of_mixtures_are_launched_weight_by_weight() -> None:
+    """Of 48 layers of Maverick 24 have experts; dense layers are not launched."""
+    assert float(count_server(make_server()).num_launches) == 0
+    mixture = make_server("gpt-oss-20b")
+    # Q, K, V, O, sinks and biases, router, three matrices of experts, norms.
+    per_layer = float(count_server(mixture).num_launches) / 24
+    assert 8 <= per_layer <= 20
+    work = count_server(mixture)
+    slow, fast = (
+        find_loop_latency(work, make_coefficients(launch_s=x, prompt_steps=2.0))
+        for x in (1e-3, 1e-9)
+    )
+    delay_s = float(slow.first_token_s - fast.first_token_s)
+    assert delay_s == pytest.approx(2e-3 * float(work.num_launches), rel=0.02)
+    assert float(slow.token_s) == float(fast.token_s)
+
+
+def test_a_roofline_is_faster_than_the_prior() -> None:
+    """Without overheads, host and waits; a mixture has no launches."""
+    for server in (make_server(), make_server("gpt-oss-20b", concurrency=512.0)):
+        real = find_loop_latency(count_server(server), make_coefficients())
+        token_s, first_s = predict_roofline([server])[0]
+        assert 0 < token_s < float(real.token_s)
+        assert 0 < first_s < float(real.first_token_s)
+
+
 def test_power_is_idle_plus_used_shares() -> None:
     """A step that reads the weights of Qwen3-8B at half of the bandwidth."""
     server = make_server(
@@ -218,8 +275,13 @@ def test_power_is_idle_plus_used_shares() -> None:
 
 
 NUM_SHARED = len(PRIOR) + len(LOOP_PRIOR) - 4
-SIZES = {"engine": ("sglang", "vllm"), "device": ("h100",), "statistic": ("x",)}
-NUM_PARAMETERS = NUM_SHARED + 5 * 3 + 2 + 2
+SIZES = {
+    "engine": ("sglang", "vllm"),
+    "device": ("h100",),
+    "statistic": ("x",),
+    "sweep": ("x",),
+}
+NUM_PARAMETERS = NUM_SHARED + 7 * 3 + 2 + 2 + 2
 
 
 def make_rows(**changes: object) -> list[MeasuredServer]:
@@ -275,6 +337,25 @@ def test_a_fit_recovers_rows_of_known_coefficients() -> None:
     )
     assert inside.mean() > 0.9
     assert np.isnan(predicted.watts).all()
+
+
+@pytest.mark.thorough
+def test_repeated_rows_count_once_and_dense_first_tokens_inform_dense_fits() -> None:
+    rng = np.random.default_rng(1)
+    rows = [
+        dataclasses.replace(
+            row, token_s=float(rng.lognormal(-4, 0.3)), first_token_s=float(first)
+        )
+        for row, first in zip(make_rows(), rng.lognormal(-1, 0.5, 72), strict=True)
+    ]
+    fit = fit_loops(rows)
+    again = [dataclasses.replace(x, name=f"{x.name}-again") for x in rows]
+    np.testing.assert_allclose(fit_loops(rows + again).mode, fit.mode, atol=1e-3)
+    changed = [dataclasses.replace(x, first_token_s=1.0) for x in rows]
+    assert np.abs(fit_loops(changed).mode - fit.mode).max() > 0.1
+    mixture = dataclasses.replace(make_server("gpt-oss-20b"), first_token_s=0.1)
+    with_dense, with_changed = (fit_loops([*x, mixture]) for x in (rows, changed))
+    np.testing.assert_allclose(with_dense.mode, with_changed.mode, atol=1e-6)
 
 
 def test_a_fit_needs_a_measured_row() -> None:

@@ -34,6 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "engine": ("vllm",),
     "device": ("h100",),
     "statistic": ("time per token",),
+    "sweep": ("qwen3-8b/h100/vllm/bf16",),
 }
 NUM = count_parameters_of(GROUPS)
 SERVER = make_server(token_s=None)
@@ -82,7 +83,7 @@ def test_a_file_has_the_numbers_of_its_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("loop_version", 7, "loop_version=7 must be 1"),
+        ("loop_version", 7, "loop_version=7 must be 2"),
         ("dense", None, "neither a dense fit"),
         ("dense", {}, "no fit of servers: 'groups'"),
         ("power", {"idle": 1.0}, "no fit of servers"),
