@@ -97,7 +97,7 @@ def _grid(sheet: Sheet) -> table.Table:
         cells = [row[i] for row in sheet.rows]
         right = all(x in ("", "-") or x.lstrip("-")[:1].isdigit() for x in cells)
         # A name keeps its width next to a long value, which is folded.
-        is_name = not has_heads and i == 0
+        is_name = not has_heads and i == 0 and len(sheet.columns) > 1
         grid.add_column(
             text.Text(head),
             justify="right" if right else "left",
