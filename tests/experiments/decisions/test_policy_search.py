@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,4 +155,5 @@ def test_a_run_tests_after_its_search_and_serves_the_winner(tmp_path) -> None:
         assert result.ratios.p90_ratio[row] == pytest.approx(mean)
     path = tmp_path / "policy.json"
     path.write_text(result.winners.policy_file[0])
-    assert format_linear_score(find_policy(str(path))) == path.read_text()
+    found: Any = find_policy(str(path))
+    assert format_linear_score(found) == path.read_text()
