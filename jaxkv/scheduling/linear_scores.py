@@ -195,6 +195,7 @@ def _stack(columns: tuple[Array | int, ...], mask: Array) -> Int32[Array, "featu
     return jnp.where(mask[None, :], jnp.stack(rows), 0)
 
 
+@validation.checks_numbers(age_per_s="[0, 10]", watermark=0)
 def linear_score(
     *,
     admission: Mapping[str, int | float] | None = None,

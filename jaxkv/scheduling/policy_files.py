@@ -30,6 +30,7 @@ POLICY_NAMES = ("fcfs", "vllm", "vllm-0.19", "prefill-first", "static")
 """Policies that need no parameter."""
 
 
+@validation.checks_numbers()
 def find_policy(text: str, *, max_running: int | None = None) -> Policy:
     """Returns a policy by name, or from a file.
 

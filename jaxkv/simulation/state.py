@@ -94,6 +94,7 @@ class Simulation(NamedTuple):
     """Requests that are sent after others; None if all arrival times are given."""
 
 
+@validation.checks_numbers()
 def init_simulation(
     workload: Workload,
     capacity: Capacity,

@@ -83,6 +83,7 @@ have sent, if they have arrived. With sessions, the first are requests with give
 minus the requests after others that have arrived and not entered."""
 
 
+@validation.checks_numbers()
 def simulate_step(
     state: Simulation,
     workload: Workload,
@@ -248,6 +249,7 @@ def _observe(
     return observation._replace(counts=counts)
 
 
+@validation.checks_numbers()
 def upcoming_counts(
     state: Simulation, member: SimulationMember, *, max_samples: int = 1, head: int
 ) -> scheduling.Counts:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from jaxkv import validation
 from jaxkv.engine import (
     EngineConfig,
     EngineState,
@@ -46,6 +47,7 @@ class EngineReplay(NamedTuple):
     infos: StepInfo
 
 
+@validation.checks_numbers(seed=validation.SEEDS)
 def engine_requests(
     w: Workload, config: EngineConfig, *, seed: int, vocab_size: int
 ) -> Requests:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv import validation
 from jaxkv.scheduling import NO_DEADLINE, RequestAttributes
 from jaxkv.simulation import pad_workload
 from jaxkv.workloads import Workload, make_workload
@@ -100,6 +101,7 @@ class RandomLoad:
         return RandomLoad(self.seed, tuple(remaining))
 
 
+@validation.checks_numbers(seed=validation.SEEDS)
 def draw_random_load(seed: int, num: int) -> RandomLoad:
     """Draws a load: half of them with sessions, some with bursts of arrivals.
 

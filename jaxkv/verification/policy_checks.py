@@ -522,7 +522,7 @@ def _draw_stream(num: int) -> RandomLoad:
     return RandomLoad(num, (*first, *later))
 
 
-@validation.checks_numbers(num_loads=(1, 100_001), seed=(0, 2**31))
+@validation.checks_numbers(num_loads=(1, 100_001), seed=validation.SEEDS)
 def verify_policy(
     policy: Policy, *, num_loads: int = 12, seed: int = 0
 ) -> PolicyReport:
