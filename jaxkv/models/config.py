@@ -643,7 +643,8 @@ class ModelConfig:
     def has_special_layers(self) -> bool:
         """True if layers have sizes or inputs of their own, or share K and V (Gemma 4).
 
-        Such models are served and trained on one device, and are not counted.
+        Such models are served on one device. Costs, and training, which reads them,
+        refuse them.
         """
         return (
             any(
