@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from jaxkv import files
+from jaxkv import files, validation
 from jaxkv.cli import generate, parsing
 from jaxkv.cli.arguments import parse_subject
 from jaxkv.cli.output import CommandOutput
-from jaxkv.cli.policy_names import parse_policy
 
 if TYPE_CHECKING:
     from jaxkv.report import ReportPart
@@ -29,8 +28,8 @@ class ReplayOptions:
     """Policies, and the place of the model."""
 
     policy: tuple[str, ...] = ()
-    """Policy to compare with the server's own, such as shortest-remaining; may be given
-    several times."""
+    """Policy to compare with the server's own, as for serve, such as
+    shortest-remaining; may be given several times."""
     model: Annotated[str | None, parsing.describe_default("that of the server")] = None
     """Folder of the model, or name of a bundled one; its files must be the server's."""
 
@@ -64,11 +63,19 @@ def replay(folder: Path, options: ReplayOptions) -> CommandOutput:
       ValueError: the incident is damaged or of another model, or a policy is unknown.
     """
     from jaxkv.report import from_plain
+    from jaxkv.scheduling import POLICY_NAMES, find_policy
     from jaxkv.server import IncidentEngine, model_digests, read_incident
 
-    policies = {name: parse_policy(name) for name in options.policy}
+    policies = {name: find_policy(name) for name in options.policy}
     incident = read_incident(folder)
-    own = parse_policy(incident.policy)
+    name = incident.policy
+    # A file that only the incident names is not executed.
+    if name not in POLICY_NAMES and name not in policies:
+        raise ValueError(
+            f"{folder}: policy={validation.format_value(name)} of the server is a "
+            "file; it must be named as well, by --policy"
+        )
+    own = policies[name] if name in policies else find_policy(name)
     model = incident.model if options.model is None else options.model
     digests = model_digests(files.model_folder(model))
     for name in sorted({*digests, *incident.digests}):

@@ -33,8 +33,8 @@ API_KEY = "JAXKV_API_KEY"
 SIGNAL_POLL_S = 0.2
 """Largest delay of a signal by a wait for workers."""
 _DEFAULT_LENGTH = 1024
-_FILE_HEAD = 64
-"""Waiting requests that the policy of a file sees, since it may sort them."""
+_SORTING_HEAD = 64
+"""Waiting requests that a policy sees which may sort them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,12 @@ class ServeOptions:
     max_stop_tokens: int = 16
     """Token ids that can end an answer, including those of the model."""
     policy: Annotated[str, parsing.describe_default("fcfs")] = ""
-    """Scheduling policy: fcfs, vllm, vllm-0.19, prefill-first or static; FILE.py:NAME,
-    a policy of a Python file; or FILE.json, weights of a linear score."""
-    queue_head: Annotated[int | None, parsing.describe_default("64 with a file")] = None
+    """Scheduling policy: fcfs, vllm, vllm-0.19, prefill-first, static, ageing-priority,
+    earliest-deadline, fair-share or shortest-remaining; FILE.py:NAME, a policy of a
+    Python file; or FILE.json, weights of a linear score."""
+    queue_head: Annotated[
+        int | None, parsing.describe_default("64 if the policy may sort")
+    ] = None
     """Largest number of waiting requests that the policy sees, at most 511."""
     prefix_cache: bool = True
     """Share the K and V of common prefixes between requests."""
@@ -289,7 +292,7 @@ def make_recorder(
             digests=model_digests(read.folder),
             loading=to_plain(options.loading),
             bounds=to_plain(bounds),
-            policy="fcfs",
+            policy=options.policy or "fcfs",
         ),
         keep_prompts=options.keep_prompts,
         max_incidents=options.max_incidents,
@@ -505,8 +508,10 @@ def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, ob
     rows = slots + options.token_budget if options.max_logprobs else 0
     head = options.queue_head
     if head is None:
-        has_file = options.policy.endswith(".json") or ":" in options.policy
-        head = _FILE_HEAD if has_file else 0
+        from jaxkv.scheduling import IN_ORDER_NAMES
+
+        sorts = options.policy not in ("", *IN_ORDER_NAMES)
+        head = _SORTING_HEAD if sorts else 0
     names = ("token_budget", "steps_per_call", "max_logprobs", "max_beams")
     names += ("max_stop_tokens", "prefix_cache", "release_window_pages", "seed")
     return {name: getattr(options, name) for name in names} | {

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         linear_score,
     )
     from jaxkv.scheduling.policy_files import (
+        IN_ORDER_NAMES,
         POLICY_NAMES,
         check_plan,
         find_policy,

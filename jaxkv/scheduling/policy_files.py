@@ -8,6 +8,7 @@ JSON file has the weights of a `LinearScore`.
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,29 @@ import jax.numpy as jnp
 
 from jaxkv import files, validation
 from jaxkv.scheduling import (
+    ageing,
+    deadlines,
+    fair_sharing,
     first_come,
     interface,
     linear_scores,
     prefill_chunks,
+    remaining_work,
     static_batching,
     vllm,
 )
 from jaxkv.scheduling.attributes import RequestAttributes
 from jaxkv.scheduling.interface import Counts, Policy
 
-POLICY_NAMES = ("fcfs", "vllm", "vllm-0.19", "prefill-first", "static")
+IN_ORDER_NAMES = ("fcfs", "vllm", "vllm-0.19", "prefill-first", "static")
+"""Policies that admit requests in the order of the queue."""
+POLICY_NAMES = (
+    *IN_ORDER_NAMES,
+    "ageing-priority",
+    "earliest-deadline",
+    "fair-share",
+    "shortest-remaining",
+)
 """Policies that need no parameter."""
 
 
@@ -48,8 +61,16 @@ def find_policy(text: str, *, max_running: int | None = None) -> Policy:
         return vllm.vllm_scheduler(max_num_seqs=max_running, rule=rule)
     if text == "prefill-first":
         return prefill_chunks.chunked_prefill(whole_prompts=True, first=True)
-    if text in POLICY_NAMES:
-        return static_batching.static() if text == "static" else first_come.fcfs()
+    makers: dict[str, Callable[[], Policy]] = {
+        "fcfs": first_come.fcfs,
+        "static": static_batching.static,
+        "ageing-priority": ageing.ageing_priority,
+        "earliest-deadline": deadlines.earliest_deadline,
+        "fair-share": fair_sharing.fair_share,
+        "shortest-remaining": remaining_work.shortest_remaining,
+    }
+    if text in makers:
+        return makers[text]()
     if text.endswith(".json"):
         return read_linear_score(text)
     file, colon, name = text.rpartition(":")
