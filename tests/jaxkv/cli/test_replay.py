@@ -39,6 +39,7 @@ def make_recorder(folder: Path, **options: Any) -> IncidentRecorder:
     chosen = serve.ServeOptions(keep_incidents=folder, objective_ttft=1e-6, **options)
     return serve.make_recorder(engine, read, chosen, BOUNDS)
 
+
 FCFS_FILE = "from jaxkv.scheduling import fcfs"
 
 
@@ -60,9 +61,10 @@ def test_a_policy_file_that_only_the_incident_names_is_not_executed(
 ) -> None:
     file = tmp_path / "mine.py"
     trace = tmp_path / "executed"
-    file.write_text(f"open({str(trace)!r}, 'w')\n{FCFS_FILE}")
+    text = f"import pathlib\npathlib.Path({str(trace)!r}).touch()\n{FCFS_FILE}\n"
+    file.write_text(text)
     recorder = make_recorder(tmp_path / "incidents")
-    recorder.origin = recorder.origin._replace(policy=f"{file}:fcfs")
+    recorder._origin = recorder._origin._replace(policy=f"{file}:fcfs")
     folder = write_empty(recorder)
     assert_refused(jaxkv, f"replay {folder}", "must be named as well, by --policy")
     assert not trace.exists()
