@@ -167,7 +167,7 @@ GENERATED_FILES = (
 
 
 COMMANDS = ("bench", "calibrate", "claims", "cost", "demo", "fit", "generate", "list")
-COMMANDS = (*COMMANDS, "plan", "run", "serve", "simulate", "sweep", "train")
+COMMANDS = (*COMMANDS, "plan", "replay", "run", "serve", "simulate", "sweep", "train")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -361,6 +361,22 @@ def expected_numbers() -> dict[str, list[str]]:
             written("{:.1f} %", measured("public_servers", *tokens)),
             written("{:.1f} %", measured("public_servers", *joules)),
         ],
+        "Sardana et al.:": [
+            f"{measured('total_cost', 'to serve 2e12 tokens')[0]:.2f}B",
+            f"{measured('total_cost', 'and it saves')[0]:.1f} %",
+        ],
+        "cheapest model to train": [
+            written("{:.1e}", measured("total_cost", "without a load", "if a served")),
+        ],
+        "a policy by search": [
+            f"{measured('policy_search', TRAFFICS)[0]:.0f}; "
+            f"{measured('policy_search', SHIPPED)[0]:.3f}",
+        ],
+        "64 branches of one": [
+            f"{measured('counterfactual', 'the branch with the unchanged')[0]:.0f}; "
+            f"{measured('counterfactual', 'branches of one program')[0]:.2f}; "
+            f"{measured('counterfactual', '64 mapped simulations')[0]:.1f}",
+        ],
         "Chinchilla's loss": [
             f"{loss['predicted']:.3f} ({loss['low']:.3f}-{loss['high']:.3f})",
             f"came to {measured_loss:.3f}",
@@ -400,6 +416,8 @@ SPECULATION = [
     "a trained drafter of",
 ]
 TRANSLATIONS = [f"translations that begin with the same {x} tokens" for x in (80, 341)]
+TRAFFICS = "the policy found has a P90 job time at least 10 % below"
+SHIPPED = "on held-out agent hours the policy found is no worse"
 CHUNKS = "mooncake_synthetic: chunks found by a cache of all pages"
 LATENT = "latent attention reaches a lower loss than multi-head attention"
 SEVENTH = "a mixture needs a seventh of the dense model's compute"
@@ -464,7 +482,11 @@ JUDGED = {
     "DistServe:": {"disaggregation": "OPT-13B|so each GPU"},
     "Mooncake:": {"prefix_caching": "mooncake_synthetic: chunks"},
     "vLLM servers": {"calibration": "(model|load) left out"},
-    "public servers": {"public_servers": "model left out"},
+    "public servers": {"public_servers": "(model|developer) left out"},
+    "Sardana et al.:": {"total_cost": "to serve 2e12|and it saves"},
+    "cheapest model to train": {"total_cost": "without a load|if a served"},
+    "a policy by search": {"policy_search": "the policy found|on held-out agent"},
+    "64 branches of one": {"counterfactual": ""},
     "Chinchilla's loss": {"isoflop": "error of the predicted loss"},
     "mixtures against": {"experts": "a mixture needs"},
     "latent against": {"deepseek": ".*than multi-head attention"},

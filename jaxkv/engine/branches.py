@@ -42,6 +42,7 @@ type CallRunner = Callable[..., tuple[EngineState, StepInfo]]
 """`run_steps` with its static arguments."""
 
 
+@validation.checks_numbers()
 def branch(
     params: PyTree[ArrayOrShape],
     state: EngineState,
@@ -94,9 +95,6 @@ def branch(
     evictions = [None] * len(policies) if evictions is None else evictions
     if len(evictions) != len(policies):
         raise ValueError(f"{len(evictions)=} must be {len(policies)=}")
-    for name, value in (("num_calls", num_calls), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
     params, state, clock = arrays.to_jax_arrays((params, state, clock))
 
     def continue_under(

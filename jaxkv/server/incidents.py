@@ -11,10 +11,11 @@ answer that a later prompt repeats is not found in the prefix cache.
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxkv import files
+from jaxkv import files, validation
 from jaxkv.engine import EngineConfig, EngineState, save_state
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
@@ -140,12 +141,13 @@ def write_incident(
         files.write_checksums(new)
 
 
-def read_incident(folder: Path) -> Incident:
+def read_incident(folder: str | os.PathLike[str]) -> Incident:
     """Reads the folder of an incident, except its state.
 
     Raises:
       ValueError: the folder is missing, damaged, or no incident; one line.
     """
+    folder = validation.path("folder", folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such incident")
     path = folder / INCIDENT_FILE

@@ -75,8 +75,6 @@ def test_unwritable_paths_are_named_and_unchanged(tmp_path: Path) -> None:
 
 COMPILE = """if True:
     from jaxkv.cli import compilation_cache
-from jaxkv.cli.console.printing import print_parts
-from jaxkv.report import Sheet
     from jaxkv.cli.console import streams
     streams.guard_streams()
     compilation_cache.enable_program_cache()
