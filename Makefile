@@ -33,7 +33,7 @@ BIN := .venv/bin
 CHECKED := jaxkv.arrays jaxkv.clock jaxkv.decoding jaxkv.disaggregation jaxkv.engine \
     jaxkv.files jaxkv.ledger jaxkv.memory jaxkv.models jaxkv.parallel jaxkv.progress \
     jaxkv.sampling jaxkv.scheduling jaxkv.server jaxkv.serving jaxkv.simulation \
-    jaxkv.speculation jaxkv.text jaxkv.validation jaxkv.workloads pallas_kernels \
+    jaxkv.speculation jaxkv.text jaxkv.validation jaxkv.verification jaxkv.workloads pallas_kernels \
     scaling.calibration scaling.corpora scaling.costs scaling.curves scaling.fits \
     scaling.frontiers scaling.laws scaling.logs scaling.plan scaling.policy \
     scaling.shapes scaling.sweeps scaling.training

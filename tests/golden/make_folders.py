@@ -55,6 +55,7 @@ FAMILIES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
@@ -226,7 +227,40 @@ def draw_kinds(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
         | {"hidden_act": "silu", "swiglu_limit": draw.one(1.0, 7.0)}
         | {"rope_parameters": draw.one(plain, yarn | {"truncate": False})},
     }
+    if family == "gemma4_text":
+        return head | bias | windows | draw_gemma4(draw, raw, types, plain)
     return fields[family]
+
+
+def draw_gemma4(
+    draw: Draw, raw: dict[str, Any], types: list[str], plain: dict[str, Any]
+) -> dict[str, Any]:
+    """Draws fields of Gemma 4, whose layers have sizes and inputs of their own."""
+    types = [*types[:-1], "full_attention"]
+    num_shared = draw.one(0, 1)
+    if {*types[: len(types) - num_shared]} != {*types}:
+        num_shared = 0  # a layer would have no earlier one of its type
+    partial = plain | {"rope_type": "proportional", "partial_rotary_factor": 0.5}
+    return {
+        "layer_types": types,
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": draw.chance(0.4),
+        "attention_k_eq_v": draw.chance(0.4),
+        "global_head_dim": draw.one(8, 16),
+        "num_global_key_value_heads": draw.one(1, raw["num_key_value_heads"]),
+        "hidden_size_per_layer_input": draw.one(0, 5),
+        "vocab_size_per_layer_input": raw["vocab_size"],
+        "hidden_activation": draw.one("gelu_pytorch_tanh", "silu"),
+        "final_logit_softcapping": draw.one(None, 5.0),
+        "enable_moe_block": draw.chance(0.3),
+        "num_experts": 4,
+        "top_k_experts": draw.one(1, 2),
+        "moe_intermediate_size": 8,
+        "rope_parameters": {
+            "full_attention": draw.one(plain, partial),
+            "sliding_attention": plain,
+        },
+    }
 
 
 def draw_hybrid(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
