@@ -254,8 +254,12 @@ def _simulate(
 ) -> _Observed:
     """Simulates a load, and checks plans, ends and overtaking."""
     workload = load.workload(size)
-    capacity = Capacity(
-        *(jnp.int32(getattr(_CONFIG, name)) for name in Capacity._fields)
+    capacity = Capacity.of(
+        num_pages=_CONFIG.num_pages,
+        page_size=_CONFIG.page_size,
+        max_length=_CONFIG.max_length,
+        token_budget=_CONFIG.token_budget,
+        max_swap_pages=_CONFIG.max_swap_pages,
     )
     cost = _StepCost(jnp.float32(1.0))
     member = SimulationMember(workload, capacity, policy, cost, None, acceptance)
