@@ -31,6 +31,7 @@ from scaling.calibration.closed_loops.measured_servers import MeasuredServer
 from scaling.calibration.closed_loops.pooled_fit import (
     LoopPrediction,
     draw_deviations,
+    known_groups,
     make_loop_coefficients,
     sizes_of_server,
 )
@@ -143,8 +144,11 @@ def find_goodput(
     # Columns of a fit are the time per token and the first token.
     factors = np.exp(errors[:, None] * spread)[..., ::-1]
     columns = np.zeros((4, len(errors), len(servers)))
-    # Coefficients depend on the server by its engine and device only.
-    groups = [(x.engine, x.device.name, x.is_median_step) for x in servers]
+    # Coefficients depend on the server by its groups only.
+    groups = [
+        (x.engine, x.device.name, x.is_median_step, known_groups(x, fit))
+        for x in servers
+    ]
     for group in dict.fromkeys(groups):
         places = [i for i, x in enumerate(groups) if x == group]
         part = [servers[i] for i in places]

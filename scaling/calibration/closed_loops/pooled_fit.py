@@ -289,6 +289,12 @@ def _stack_rows(
     return _Rows(stack_work(servers), places, spreads, num)
 
 
+def known_groups(server: MeasuredServer, fit: LoopFit) -> tuple[str | None, ...]:
+    """Returns the groups of a server whose effects a fit has, None for unknown ones."""
+    names = [(_group_name(server, kind), known) for kind, known in fit.groups.items()]
+    return tuple(name if name in known else None for name, known in names)
+
+
 def count_parameters_of(groups: Mapping[str, tuple[str, ...]]) -> int:
     """Returns the number of deviations and effects of a fit with these groups."""
     effects = (len(EFFECTS[kind]) * (len(x) + 1) for kind, x in groups.items())

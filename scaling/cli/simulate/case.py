@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv.files import read_json
-from jaxkv.scheduling import Policy, find_policy
+from jaxkv.scheduling import IN_ORDER_NAMES, POLICY_NAMES, Policy, find_policy
 from scaling import shapes
 from scaling.calibration import (
     LOOP_FILE,
@@ -323,6 +323,12 @@ def _make_policy(options: SimulateOptions, loads: tuple[ServerLoad, ...]) -> Pol
                 f"--max-num-batched-tokens {options.max_num_batched_tokens}: must be "
                 f"at least {longest} for whole prompts, the tokens of a request"
             )
+    if options.policy in POLICY_NAMES and options.policy not in IN_ORDER_NAMES:
+        names = ", ".join(IN_ORDER_NAMES)
+        raise ValueError(
+            f"--policy {options.policy}: orders by attributes of requests, which this "
+            f"load does not have; must be one of {names}, or a file"
+        )
     # The number of slots bounds the running sequences of policies other than vLLM's.
     return find_policy(options.policy, max_running=options.max_num_seqs)
 

@@ -61,8 +61,7 @@ class SimulateOptions(ConfigRecord):
     """Keep the K and V of a shared prefix."""
     policy: str = "vllm"
     """Scheduling policy: vllm, that of the fitted servers, vLLM 0.15; vllm-0.19, fcfs,
-    prefill-first, static, ageing-priority, earliest-deadline, fair-share or
-    shortest-remaining; FILE.py:NAME, or FILE.json."""
+    prefill-first or static; FILE.py:NAME, or FILE.json."""
     verify: bool = False
     """Test --policy by random loads, in place of MODEL."""
     rate: Annotated[float | None, describe_default("--sweep or --trace")] = None
