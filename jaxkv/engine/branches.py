@@ -11,7 +11,7 @@ of other types follow in the same program.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jaxkv.scheduling import Policy, check_policy
 _NEVER = np.iinfo(np.int32).max
 
 
+@runtime_checkable
 class CallTime(Protocol):
     """Duration of a call of `run_steps`: a function, or a pytree that can be called."""
 

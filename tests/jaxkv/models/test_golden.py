@@ -58,8 +58,9 @@ def test_every_family_has_a_golden_folder() -> None:
 def test_logits_and_greedy_tokens_agree(name: str) -> None:
     config, params, _, _ = load_model(GOLDEN / name)
     expected = np.load(GOLDEN / name / "expected.npz")
-    # Norms of small numbers enlarge the rounding of recurrent layers.
-    scale = 1 if config.recurrence is None else np.abs(expected["logits"]).max()
+    # Norms of small numbers enlarge the rounding of recurrent layers and of Gemma 4.
+    is_plain = config.recurrence is None and not config.has_special_layers
+    scale = 1 if is_plain else np.abs(expected["logits"]).max()
     for layers in (params, stack_layers(config, params)):
         logits = full_logits(layers, jnp.asarray(expected["ids"]), config=config)
         assert logits.dtype == jnp.float32
