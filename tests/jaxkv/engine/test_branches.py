@@ -136,7 +136,7 @@ def test_each_branch_equals_its_plain_continuation() -> None:
     assert (clock > START_S).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_branches_of_other_types_and_eviction_rules_are_in_order() -> None:
     config = dataclasses.replace(CONFIG, prefix_cache=True)
     state = loaded_state(config)
