@@ -115,7 +115,10 @@ def test_ctrl_c_during_compilation_leaves_a_complete_folder(
     assert names - panels == {*run_folder.FILES} - {
         "runs.jsonl",
         "fit.json",
+        "policy.json",
         "prediction.json",
+        "predictions.csv",
+        "schedule.csv",
         "server.json",
         "sweep.json",
     }
