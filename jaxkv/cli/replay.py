@@ -75,7 +75,7 @@ def replay(folder: Path, options: ReplayOptions) -> CommandOutput:
             f"{folder}: policy={validation.format_value(name)} of the server is a "
             "file; it must be named as well, by --policy"
         )
-    own = policies[name] if name in policies else find_policy(name)
+    server_policy = policies[name] if name in policies else find_policy(name)
     model = incident.model if options.model is None else options.model
     digests = model_digests(files.model_folder(model))
     for name in sorted({*digests, *incident.digests}):
@@ -89,12 +89,12 @@ def replay(folder: Path, options: ReplayOptions) -> CommandOutput:
     engine = generate.load_engine(
         generate.read_model(model, loading), loading, **incident.bounds
     )
-    engine.policy = own
+    engine.policy = server_policy
     runner = IncidentEngine(engine, incident)
     print("[repeating the calls of the server]", file=sys.stderr)
     calls = runner.replay()
     print("[continuing the state under each policy]", file=sys.stderr)
-    table = runner.compare({incident.policy: own} | policies)
+    table = runner.compare({incident.policy: server_policy} | policies)
     document = {
         "incident": folder,
         "model": incident.model,

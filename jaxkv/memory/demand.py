@@ -151,5 +151,7 @@ def max_window_pages(
     have at most `token_budget` rows.
     """
     per_slot = -(-max(window - 2, 0) // page_size) + 2
-    whole = -(-max_length // page_size)
-    return min(num_slots * per_slot + token_budget // page_size, num_slots * whole)
+    pages_per_slot = -(-max_length // page_size)
+    return min(
+        num_slots * per_slot + token_budget // page_size, num_slots * pages_per_slot
+    )

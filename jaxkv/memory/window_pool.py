@@ -197,20 +197,21 @@ def window_pages_of(
     """
     num_columns = page_ids.shape[1]
     column = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
-    own = checkpoint_of(windows, cache, page_ids)
-    missing = jnp.where(own == NO_PAGE, column, -1)
+    checkpoints = checkpoint_of(windows, cache, page_ids)
+    missing = jnp.where(checkpoints == NO_PAGE, column, -1)
     # Without a column from `last_missing` on, all pages after it are there.
     last_missing = jnp.maximum.accumulate(missing, axis=1)
     first = first_window_page(
         (column + 1) * page_size, window=window, page_size=page_size
     )
-    ends_here = (page_ids != NO_PAGE) & (own != NO_PAGE) & (last_missing < first)
+    has_window = (checkpoints != NO_PAGE) & (last_missing < first)
+    ends_here = (page_ids != NO_PAGE) & has_window
     num = jnp.max(jnp.where(ends_here, column + 1, 0), axis=1, keepdims=True)
     first = first_window_page(num * page_size, window=window, page_size=page_size)
     within = column < num
     return (
         jnp.where(within, page_ids, NO_PAGE),
-        jnp.where(within & (column >= first), own, NO_PAGE),
+        jnp.where(within & (column >= first), checkpoints, NO_PAGE),
     )
 
 

@@ -118,8 +118,8 @@ def _find_member(path: Path, name: str) -> Any:
         raise ValueError(f"{path}: cannot be executed: {reason}") from None
     members = vars(module)
     if name not in members:
-        here = [x for x, value in members.items() if hasattr(value, "plan")]
-        listing = f"; it defines {', '.join(here)}" if here else ""
+        policy_names = [x for x, value in members.items() if hasattr(value, "plan")]
+        listing = f"; it defines {', '.join(policy_names)}" if policy_names else ""
         raise ValueError(f"{path}: defines no {name or 'name'}{listing}")
     return members[name]
 

@@ -324,11 +324,11 @@ def _tabulate(
     longest = np.stack([num_tokens[:, rows].max(axis=1) for rows in groups], axis=1)
     # Answers end at different calls, so only tokens that both have are compared.
     place = np.arange(s.tokens.shape[-1])
-    known = (place >= s.prompt_length[..., None]) & (
+    has_token = (place >= s.prompt_length[..., None]) & (
         place < (s.prompt_length + num_tokens)[..., None]
     )
     has_ended = (events.finish_s > 0) & (events.finish_s[:1] > 0)
-    same = (s.tokens == s.tokens[:1]) | ~known
+    same = (s.tokens == s.tokens[:1]) | ~has_token
     same = same.all(axis=-1) & (num_tokens == num_tokens[:1])
     return ReplayTable(
         policies=names,

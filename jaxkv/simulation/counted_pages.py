@@ -105,11 +105,11 @@ def num_window_pages(
     common = jnp.where(is_occupied(slots), jnp.maximum(common - first, 0), 0)
     joint = _is_joint(slots, length, page_size)
     joint &= group.before(joint) > 0
-    own = jnp.where(is_occupied(slots), num - common - joint.astype(jnp.int32), 0)
+    num_own = jnp.where(is_occupied(slots), num - common - joint.astype(jnp.int32), 0)
     shared = jnp.where(
         group.is_first, arrays.reduce_groups(common, group.first, "max"), 0
     )
-    return jnp.sum(own + shared, dtype=jnp.int32)
+    return jnp.sum(num_own + shared, dtype=jnp.int32)
 
 
 def break_down(

@@ -122,12 +122,12 @@ def draw_random_load(seed: int, num: int) -> RandomLoad:
             recent = np.arange(max(0, i - 6), i)
             size = min(recent.size, int(rng.integers(1, _WIDTH + 1)))
             after = tuple(sorted(rng.choice(recent, size, replace=False).tolist()))
-        asked = int(rng.integers(1, longest + 1)), int(rng.integers(1, longest + 1))
+        lengths = int(rng.integers(1, longest + 1)), int(rng.integers(1, longest + 1))
         requests.append(
             RandomRequest(
                 arrival_s=float(arrival_s[i]),
-                prompt=asked[0],
-                output=asked[1],
+                prompt=lengths[0],
+                output=lengths[1],
                 samples=int(rng.integers(1, MAX_SEQUENCES_EACH + 1))
                 if has_samples
                 else 1,
@@ -136,7 +136,7 @@ def draw_random_load(seed: int, num: int) -> RandomLoad:
                 priority=int(rng.integers(-3, 4)),
                 deadline_ms=int(rng.choice([NO_DEADLINE, rng.integers(0, 90_000)])),
                 session=int(rng.integers(-1, 5)),
-                predicted_length=int(rng.choice([0, sum(asked)])),
+                predicted_length=int(rng.choice([0, sum(lengths)])),
             )
         )
     return RandomLoad(seed, tuple(requests))

@@ -178,8 +178,8 @@ _FAULT_TEXTS = {
 def _find_plan_faults(c: Counts, plan: Plan) -> _PlanFaults:
     """Compares the plan of a policy with the bounds in the docstring of `schedule`."""
     marked = plan.preempt & c.running
-    whole = arrays.reduce_groups(marked, c.group, "max") & c.running
-    stays = c.running & ~whole
+    preempted = arrays.reduce_groups(marked, c.group, "max") & c.running
+    stays = c.running & ~preempted
     admit = plan.admit & c.waiting
     rows = jnp.where(stays, plan.num_rows, 0)
     head_rows = jnp.where(admit, plan.head_rows, 0)
@@ -193,7 +193,7 @@ def _find_plan_faults(c: Counts, plan: Plan) -> _PlanFaults:
     places = jnp.where(stays, plan.places, 0)
     return _PlanFaults(
         preempts_idle=jnp.any(plan.preempt & ~c.running),
-        preempts_part=jnp.any(marked != whole),
+        preempts_part=jnp.any(marked != preempted),
         swaps_others=jnp.any(plan.swap & ~plan.preempt),
         admits_unmarked=jnp.any(plan.admit & ~c.waiting),
         wrong_rows=jnp.any((rows < 0) | (rows > left)),

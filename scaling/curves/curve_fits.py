@@ -208,8 +208,8 @@ def predict_curve(
       ValueError: no curve of the size was fitted.
     """
     if size not in fit.coefficients:
-        known = ", ".join(f"{x:g}" for x in fit.coefficients)
-        raise ValueError(f"size={size:g} must be one of the fitted sizes {known}")
+        shown = ", ".join(f"{x:g}" for x in fit.coefficients)
+        raise ValueError(f"size={size:g} must be one of the fitted sizes {shown}")
     loss = curve_losses(fit.law, fit.coefficients[size], schedule)
     errors = np.array(fit.errors[size])
     width = student_t(level, errors.size) * np.sqrt(np.mean(errors**2))
@@ -232,14 +232,16 @@ def ratio_baseline(
     for curve in curves:
         if curve.name == target.name and curve.size != target.size:
             at = np.minimum(step, np.asarray(curve.schedule.step)[-1])
-            seen = np.interp(at, np.asarray(curve.schedule.step), curve.loss)
-            ratios.append(np.log(seen / constant_baseline(curves, curve.size, at)))
+            measured_loss = np.interp(at, np.asarray(curve.schedule.step), curve.loss)
+            ratios.append(
+                np.log(measured_loss / constant_baseline(curves, curve.size, at))
+            )
             sizes.append(np.log(curve.size))
     if not ratios:
         return np.full(step.size, np.nan)
     weights = _line_weights(np.array(sizes), np.array([np.log(target.size)]))[0]
-    own = constant_baseline(curves, target.size, step)
-    return own * np.exp(weights @ np.array(ratios))
+    constant = constant_baseline(curves, target.size, step)
+    return constant * np.exp(weights @ np.array(ratios))
 
 
 @validation.checks_numbers(size="(0, inf)")
@@ -282,8 +284,8 @@ def _hidden_masks(
     curves: Sequence[TrainingCurve], size: float
 ) -> list[Bool[np.ndarray, " curves"]]:
     """Returns masks of the curves to hide, see `fit_curves`."""
-    own = {curve.name for curve in curves if curve.size == size}
-    if len(own) >= _FEW_CURVES:
+    names = {curve.name for curve in curves if curve.size == size}
+    if len(names) >= _FEW_CURVES:
         masks = [
             np.array([curve is other for other in curves])
             for curve in curves
@@ -291,14 +293,16 @@ def _hidden_masks(
         ]
     else:
         masks = [
-            np.array([x.size == other and x.name not in own for x in curves])
+            np.array([x.size == other and x.name not in names for x in curves])
             for other in dict.fromkeys(x.size for x in curves if x.size != size)
         ]
     usable = []
     for mask in masks:
-        kept = [curve for curve, hidden in zip(curves, mask, strict=True) if not hidden]
-        is_complete = {x.size for x in kept} == {x.size for x in curves}
-        if mask.any() and is_complete and any(x.is_annealed for x in kept):
+        remaining = [
+            curve for curve, hidden in zip(curves, mask, strict=True) if not hidden
+        ]
+        is_complete = {x.size for x in remaining} == {x.size for x in curves}
+        if mask.any() and is_complete and any(x.is_annealed for x in remaining):
             usable.append(mask)
     return usable
 
@@ -316,15 +320,15 @@ def _refit(
     for i, mask in enumerate(masks):
         groups.setdefault(tuple(problem.annealed_sizes(~mask)), []).append(i)
     for key, members in groups.items():
-        each = problem
+        fold_problem = problem
         start = x
         if key != tuple(problem.is_annealed):
-            each = _CurveProblem(law, curves, ~masks[members[0]])
-            start = each.adopt(problem, x)
+            fold_problem = _CurveProblem(law, curves, ~masks[members[0]])
+            start = fold_problem.adopt(problem, x)
         used = np.array([~masks[i] for i in members], float)
-        solution = each.solve(used, np.tile(start, (len(members), 1)))
+        solution = fold_problem.solve(used, np.tile(start, (len(members), 1)))
         for i, end in zip(members, solution.coordinates, strict=True):
-            refits[i] = each.natural(end)
+            refits[i] = fold_problem.natural(end)
     return refits
 
 
@@ -410,12 +414,14 @@ class _CurveProblem:
         response = np.stack([x.reshape(-1) for x in grids], 1)
         sizes = []
         for i in range(self.sizes.size):
-            seen = np.exp(np.asarray(self.target)[self.size_index[self.row_curve] == i])
-            floor = 0.9 * seen.min()
-            sizes.append([np.log(floor), np.log(np.median(seen) - floor), 0.5])
-        least = [x[0] for x, on in zip(sizes, self.is_annealed, strict=True) if on]
-        own = np.concatenate([np.ravel(sizes), np.array(least) + np.log(0.03)])
-        return np.concatenate([response, np.tile(own, (len(response), 1))], 1)
+            losses = np.exp(
+                np.asarray(self.target)[self.size_index[self.row_curve] == i]
+            )
+            floor = 0.9 * losses.min()
+            sizes.append([np.log(floor), np.log(np.median(losses) - floor), 0.5])
+        lowest = [x[0] for x, on in zip(sizes, self.is_annealed, strict=True) if on]
+        start = np.concatenate([np.ravel(sizes), np.array(lowest) + np.log(0.03)])
+        return np.concatenate([response, np.tile(start, (len(response), 1))], 1)
 
     def box(self) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, " k"]]:
         """Returns the smallest and largest coordinates."""
@@ -493,13 +499,13 @@ class _CurveProblem:
     def _value(self, x: Array, term: Float[Array, " n"]) -> Float[Array, " n"]:
         num = self.sizes.size
         start = len(self.shared)
-        own = x[start : start + 3 * num].reshape(num, 3)
+        by_size = x[start : start + 3 * num].reshape(num, 3)
         log_b = self.lines @ x[start + 3 * num :]
         size = self.size_index[self.row_curve]
         c = self._decode(x) | {
-            "L0": jnp.exp(own[size, 0]),
-            "A": jnp.exp(own[size, 1]),
-            "alpha": own[size, 2],
+            "L0": jnp.exp(by_size[size, 0]),
+            "A": jnp.exp(by_size[size, 1]),
+            "alpha": by_size[size, 2],
             "B": jnp.exp(log_b[size]),
         }
         area = self.changes.area.reshape(-1)[self.row]

@@ -174,11 +174,11 @@ def _read_curve(
             loss.append(math.nan)
         else:
             loss.append(_read(table, row, roles, "loss", 0.0))
-    least = MIN_LOSSES if needs_loss else 2
-    if len(step) < least:
+    min_rows = MIN_LOSSES if needs_loss else 2
+    if len(step) < min_rows:
         raise ValueError(
             f"{table.path}: {members[0].place}: a curve of {len(step)} rows must have "
-            f"at least {least}"
+            f"at least {min_rows}"
         )
     return RateSchedule(np.array(step), np.array(rate)), np.array(loss)
 

@@ -154,8 +154,8 @@ def decision_sheet(table: BranchTable) -> lab.ReportPart:
         for value in values[1:]:
             row: dict[str, object] = {"level": level, "value": str(value)}
             for metric in METRICS:
-                mine = getattr(table, metric)[column == value].mean(axis=0)
-                mean, width = mean_and_width(mine - base[metric])
+                branch_values = getattr(table, metric)[column == value].mean(axis=0)
+                mean, width = mean_and_width(branch_values - base[metric])
                 row[metric] = float(mean)
                 row[f"width_{metric}"] = float(width)
             rows.append(row | {"base": str(values[0])})

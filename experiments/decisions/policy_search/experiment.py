@@ -713,10 +713,12 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     ratios = result.ratios
     yield lab.measured("no_peeking", result.num_early)
     yield lab.measured("engine", result.num_faults)
-    found = ratios.where(family="agents", test="test", policy=FOUND)
+    winner_rows = ratios.where(family="agents", test="test", policy=FOUND)
     reduced = [
         ratio <= 0.9
-        for ratio, traffic in zip(found.p90_ratio, found.traffic, strict=True)
+        for ratio, traffic in zip(
+            winner_rows.p90_ratio, winner_rows.traffic, strict=True
+        )
         if traffic != "all"
     ]
     yield lab.measured("agents_reduced", sum(reduced))
@@ -734,8 +736,8 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
 
 def files(result: Result) -> dict[str, str]:
     """Returns the policy file of the winner."""
-    found = result.winners.where(family="agents", search=FOUND)
-    return {"policy.json": str(found.policy_file[0])}
+    winner = result.winners.where(family="agents", search=FOUND)
+    return {"policy.json": str(winner.policy_file[0])}
 
 
 STUDY = lab.Study(

@@ -120,12 +120,12 @@ def read_recorded_hour(
 ) -> Hour:
     """Reads consecutive requests of a recording, at a mean rate per second."""
     recording = _read_recording(path)
-    here = slice(index * num_requests, (index + 1) * num_requests)
-    prompt = recording.prompt[here].astype(np.int64)
-    output = recording.output[here].astype(np.int64)
+    rows = slice(index * num_requests, (index + 1) * num_requests)
+    prompt = recording.prompt[rows].astype(np.int64)
+    output = recording.output[rows].astype(np.int64)
     if prompt.size < num_requests:
         raise ValueError(f"{path}: has no {index + 1} times {num_requests} requests")
-    arrival_s = recording.arrival_s[here] - recording.arrival_s[here][0]
+    arrival_s = recording.arrival_s[rows] - recording.arrival_s[rows][0]
     arrival_s *= (num_requests - 1) / rate / max(float(arrival_s[-1]), 1e-9)
     job = np.arange(num_requests)
     attributes = _attributes(prompt, 200.0, job, np.zeros(num_requests))

@@ -295,9 +295,9 @@ def _solve_load(
     )
     truth = law_two_powers(CHINCHILLA, COEFFICIENTS)
     true_params = total_cost(truth, ladders[0], **arguments).num_params
-    whole = setting.sizes.ladders(load, "usd", is_whole=True)[0]
+    whole_ladder = setting.sizes.ladders(load, "usd", is_whole=True)[0]
     try:
-        whole_params = total_cost(setting.powers, whole, **arguments).num_params
+        whole_params = total_cost(setting.powers, whole_ladder, **arguments).num_params
     except ValueError:  # whole servers take more than the budget
         whole_params = math.nan
     excess = [
@@ -510,8 +510,12 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
 
 def summary(result: Result) -> list[lab.ReportPart]:
     """Returns the tables, and the largest rise of N if whole servers are paid."""
-    whole = result.rules.where(aim=LOSS).whole_params
-    rise = float(np.nanmax(whole[1:] / whole[:-1] - 1)) if whole.size > 1 else 0.0
+    whole_params = result.rules.where(aim=LOSS).whole_params
+    rise = (
+        float(np.nanmax(whole_params[1:] / whole_params[:-1] - 1))
+        if whole_params.size > 1
+        else 0.0
+    )
     words = "never rises with the rate" if rise <= 0 else "rises once or more"
     text = (
         f"If whole servers are paid, the best N {words}: at most by {100 * rise:.3g} % "

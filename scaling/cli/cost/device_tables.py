@@ -53,15 +53,15 @@ def _serving(case: CostCase, document: dict[str, Any]) -> Sheet:
     dtype = case.dtype
     d = case.device
     kv_bytes = case.evaluate(sequence_kv_bytes, tokens=case.sequence)
-    kept = ""
+    unreleased = ""
     if any(case.model.windows):
         kept_bytes = document["kv_bytes_per_token"] * case.sequence
-        kept = f" ({format_bytes(kept_bytes)} if pages behind windows are kept)"
+        unreleased = f" ({format_bytes(kept_bytes)} if pages behind windows are kept)"
     states = case.evaluate(sequence_state_bytes)
     state = f" States: {format_bytes(states)} a sequence." if states else ""
     note = (
         f"K and V: {document['kv_bytes_per_token']:,.0f} bytes a token, "
-        f"{format_bytes(kv_bytes)} for s tokens{kept}.{state} "
+        f"{format_bytes(kv_bytes)} for s tokens{unreleased}.{state} "
         f"{case.layout.sharing:,} x {d.name} ({d.rate(dtype) / 1e12:,.0f} TFLOP/s "
         f"{dtype}, {d.bandwidth / 1e9:,.0f} GB/s): compute-bound from "
         f"{case.ridge:.0f} op/byte; {case.evaluate(max_batch):,} such "

@@ -55,13 +55,13 @@ def _draw_curves(ax: "Axes", result: CurveFits) -> None:
 def _draw_ends(ax: "Axes", result: CurveFits) -> None:
     """Draws predicted against seen losses at the ends of the curves."""
     predicted = end_values(result, result.predicted)
-    seen = end_values(result, result.loss)
+    measured_loss = end_values(result, result.loss)
     marks = {role: look for role, look in zip(ROLES, _LOOKS, strict=True)}
     for role, (mark, name) in marks.items():
-        rows = (result.role == role) & np.isfinite(seen)
+        rows = (result.role == role) & np.isfinite(measured_loss)
         if rows.any():
-            off = 100 * (predicted[rows] / seen[rows] - 1)
-            ax.plot(seen[rows], off, mark, color=colors()[name], label=role)
+            off = 100 * (predicted[rows] / measured_loss[rows] - 1)
+            ax.plot(measured_loss[rows], off, mark, color=colors()[name], label=role)
     draw_reference_line(ax, 0)
     set_labels(
         ax, "Loss at the end of the curves", "seen [nats/token]", "predicted - seen [%]"
@@ -74,8 +74,8 @@ _LOOKS = (("o", BLUE), ("s", RED), ("^", ORANGE))
 
 def _draw_bands(ax: "Axes", result: CurveFits) -> None:
     """Draws the loss at the end of the last curves, with its band."""
-    rest = np.flatnonzero(result.role != FITTED)
-    shown = rest if rest.size else np.flatnonzero(result.role == FITTED)
+    other_rows = np.flatnonzero(result.role != FITTED)
+    shown = other_rows if other_rows.size else np.flatnonzero(result.role == FITTED)
     shown = shown[-_MAX_BANDS:]
     columns = ("predicted", "low", "high", "loss")
     loss, low, high, seen = (
@@ -92,7 +92,7 @@ def _draw_bands(ax: "Axes", result: CurveFits) -> None:
     names = [f"{result.labels[i]}: {x:.3f}" for i, x in zip(shown, loss, strict=True)]
     ax.set_yticks(place, names)
     ax.invert_yaxis()
-    what = "Predicted" if rest.size else "Fitted"
+    what = "Predicted" if other_rows.size else "Fitted"
     title = f"{what} losses at the end [nats/token]"
     set_labels(ax, title, "relative to the prediction [%]", "")
     ax.legend()

@@ -83,9 +83,9 @@ def fit_curve_file(config: CurveFitConfig, progress: Progress = QUIET) -> CurveF
     roles = [HELD_OUT if is_held_out else FITTED for _, is_held_out in pairs]
     curves = [*log.curves]
     if config.predict:
-        asked = read_curves(config.predict, columns, needs_loss=False)
-        curves += asked.curves
-        roles += [PREDICTED] * len(asked.curves)
+        targets = read_curves(config.predict, columns, needs_loss=False)
+        curves += targets.curves
+        roles += [PREDICTED] * len(targets.curves)
     sizes = {curve.size for curve in fitted}
     for curve in curves:
         if curve.size not in sizes:
@@ -156,16 +156,15 @@ def _frame(
 ) -> tuple[ScheduleFrame, float]:
     """Returns length and rates of the best schedule, and the size of its model."""
     size = config.best_size or max(curve.size for curve in fitted)
-    own = [curve.schedule for curve in fitted if curve.size == size]
-    if not own:
-        known = sorted({curve.size for curve in fitted})
-        raise ValueError(
-            f"best_size={size:g} must be one of {', '.join(f'{x:g}' for x in known)}"
-        )
+    schedules = [curve.schedule for curve in fitted if curve.size == size]
+    if not schedules:
+        sizes = sorted({curve.size for curve in fitted})
+        listing = ", ".join(f"{x:g}" for x in sizes)
+        raise ValueError(f"best_size={size:g} must be one of {listing}")
     rates = np.concatenate([np.asarray(curve.schedule.rate) for curve in fitted])
     frame = ScheduleFrame(
-        num_steps=config.best_steps or max(float(x.step[-1]) for x in own),
-        warmup_steps=min(float(x.step[0]) for x in own),
+        num_steps=config.best_steps or max(float(x.step[-1]) for x in schedules),
+        warmup_steps=min(float(x.step[0]) for x in schedules),
         peak=config.peak or float(rates.max()),
         lowest=config.lowest or float(rates[rates > 0].min()),
     )
@@ -202,7 +201,7 @@ def _curve_json(
         value = float(losses[-MIN_LOSSES:].mean())
         return value if math.isfinite(value) else None
 
-    seen = end(curve.loss)
+    measured_end = end(curve.loss)
     prediction = predict_curve(fits[0], curve.size, curve.schedule, level=level)
     others = {
         fit.law.name: end(predict_curve(fit, curve.size, curve.schedule).loss)
@@ -220,9 +219,11 @@ def _curve_json(
         "end_loss": end(prediction.loss),
         "low": end(prediction.low),
         "high": end(prediction.high),
-        "seen": seen,
+        "seen": measured_end,
         "errors": {
-            name: None if seen is None or value is None else value / seen - 1
+            name: None
+            if measured_end is None or value is None
+            else value / measured_end - 1
             for name, value in others.items()
         },
     }
@@ -351,7 +352,7 @@ def result_files(result: CurveFits) -> dict[str, str]:
     for i, curve in enumerate(document["curves"]):
         for row in np.flatnonzero(result.curve == i):
             if curve["role"] != FITTED:
-                seen = result.loss[row]
+                measured_loss = result.loss[row]
                 table.writerow(
                     (
                         f"{curve['size']:g}",
@@ -362,7 +363,7 @@ def result_files(result: CurveFits) -> dict[str, str]:
                             f"{x[row]:.5f}"
                             for x in (result.predicted, result.low, result.high)
                         ),
-                        f"{seen:g}" if np.isfinite(seen) else "",
+                        f"{measured_loss:g}" if np.isfinite(measured_loss) else "",
                     )
                 )
     best = "step,lr\n" + "".join(

@@ -166,10 +166,11 @@ class ServedSizes(NamedTuple):
             kinds = kinds + len(self.kinds) * np.nan_to_num(chosen, posinf=0).astype(
                 int
             )
-        least = costs.min(axis=2)
+        least_cost = costs.min(axis=2)
         num_params = self.num_params
         return [
-            ServingLadder(num_params, least[i], kinds[i]) for i in range(len(least))
+            ServingLadder(num_params, least_cost[i], kinds[i])
+            for i in range(len(least_cost))
         ]
 
 

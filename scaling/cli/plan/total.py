@@ -266,7 +266,7 @@ def _price(
         x: sizes.costs(load, x, is_whole=is_whole)[:, place, kind]
         for x in ("usd", "joules")
     }
-    known: dict[str, float | None] = {
+    terms: dict[str, float | None] = {
         name: float(x[0]) if np.isfinite(x[0]) else None for name, x in serving.items()
     }
     num_replicas = sizes.num_replicas(load, is_whole=is_whole)[0, place, kind]
@@ -275,7 +275,7 @@ def _price(
     result: dict[str, Any] = {"devices": devices}
     for name in ("usd", "joules"):
         training = document[f"training_{name}"]
-        part = document["serving_cost"] if name == unit else known[name]
+        part = document["serving_cost"] if name == unit else terms[name]
         total = None if training is None or part is None else training + part
         result |= {f"serving_{name}": part}
         result["cost_usd" if name == "usd" else "joules"] = total
@@ -291,7 +291,7 @@ def _price(
 
     answers: dict[str, Any] = {}
     for name, values in serving.items():
-        if known[name] is None:
+        if terms[name] is None:
             continue
         answers[f"{name}_per_answer"] = estimate(values / load.num_requests)
         tokens = load.num_requests * load.answer_tokens / 1e6

@@ -51,11 +51,11 @@ def draw_iso_costs(ax: "Axes", plan: TotalPlan, powers: TwoPowers) -> None:
     low, high = best.num_tokens / 8, best.num_tokens * 8
     for factor, color, dash in looks:
         tokens = (factor * best.cost - serving) / (6 * plan.flop_cost * sizes)
-        seen = tokens > 0
+        is_possible = tokens > 0
         draw_curve(
             ax,
-            sizes[seen],
-            tokens[seen],
+            sizes[is_possible],
+            tokens[is_possible],
             color,
             f"{factor * best.cost * scale:.3g} {unit}",
             marker="",
@@ -97,30 +97,36 @@ def draw_costs(ax: "Axes", plan: TotalPlan, powers: TwoPowers) -> None:
     tokens = tokens_for_loss(powers, sizes, best.loss)
     training = scale * 6 * plan.flop_cost * sizes * tokens
     serving = scale * ladder_cost(plan.ladders[0], sizes)
-    seen = np.isfinite(training) & (training < 30 * best.cost * scale)
+    is_shown = np.isfinite(training) & (training < 30 * best.cost * scale)
     names = ("training", "serving", "both")
     looks = zip(names, (training, serving, training + serving), (2, 3, 5), strict=True)
     for name, values, color in looks:
         dash = {"training": "--", "serving": "-.", "both": "-"}[name]
         draw_curve(
-            ax, sizes[seen], values[seen], color, name, marker="", linestyle=dash
+            ax,
+            sizes[is_shown],
+            values[is_shown],
+            color,
+            name,
+            marker="",
+            linestyle=dash,
         )
     draws = [
-        scale * ladder_cost(x, sizes[seen])
+        scale * ladder_cost(x, sizes[is_shown])
         for x in plan.ladders[1:]
         if np.isfinite(x.cost).any()
     ]
     if len(draws) > 1 and best.serving_cost > 0:
         tail = (1 - plan.document["level"]) / 2
         ends = np.quantile(draws, [tail, 1 - tail], axis=0)
-        shade_band(ax, sizes[seen], *ends, plotting.colors()[3], 0.2)
+        shade_band(ax, sizes[is_shown], *ends, plotting.colors()[3], 0.2)
     _mark(ax, best.num_params, best.cost * scale)
     free = plan.chinchilla
     ax.set(xscale="log", yscale="log")
-    top = float((training + serving)[seen].max())
+    top = float((training + serving)[is_shown].max())
     ax.set_ylim(max(best.cost * scale / 100, 1e-30), top)
-    nearest = int(np.argmin(np.abs(sizes[seen] - free.num_params)))
-    _mark_free(ax, free.num_params, float((training + serving)[seen][nearest]))
+    nearest = int(np.argmin(np.abs(sizes[is_shown] - free.num_params)))
+    _mark_free(ax, free.num_params, float((training + serving)[is_shown][nearest]))
     set_labels(
         ax,
         f"Least cost at a loss of {best.loss:.3f}: {best.cost * scale:,.3g} {unit}",
