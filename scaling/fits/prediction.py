@@ -73,9 +73,12 @@ def predict(
         slopes = laws.slopes(law, at, logs) @ np.linalg.inv(natural)
         variance = np.einsum("ni,ij,nj->n", slopes, result.covariance, slopes)
         if interval == "prediction":
-            variance = variance + np.mean(result.noise**2) + beyond
+            variance = variance + np.mean(result.noise**2)
         freedom = max(1, result.num_points - result.num_free)
-        half = intervals.student_t(level, freedom) * np.sqrt(np.maximum(variance, 0))
+        square = intervals.student_t(level, freedom) ** 2 * np.maximum(variance, 0)
+        if interval == "prediction":
+            square += intervals.student_t(level, forecasts.FREEDOM) ** 2 * beyond
+        half = np.sqrt(square)
         return Prediction(np.exp(value), np.exp(value - half), np.exp(value + half))
     # A residual for every resample and point, drawn with a fixed seed, so that the
     # result is deterministic.
@@ -89,7 +92,8 @@ def predict(
             samples = samples - rng.choice(result.noise, samples.shape)
             if beyond[chunk].any():
                 spread = np.sqrt(beyond[chunk])
-                samples = samples + spread * rng.standard_normal(samples.shape)
+                draws = rng.standard_t(forecasts.FREEDOM, samples.shape)
+                samples = samples + spread * draws
         ends.append(
             intervals.percentile_intervals(
                 value[chunk],
