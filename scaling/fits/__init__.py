@@ -6,7 +6,7 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from scaling.fits.diagnostics import held_out_warnings
-    from scaling.fits.equal_loss import compare
+    from scaling.fits.equal_loss import GROUP, compare, join_groups, split_groups
     from scaling.fits.fitting import bootstrap, describe_thinning, fit
     from scaling.fits.goodness import (
         CHANCE,
