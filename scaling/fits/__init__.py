@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from scaling.fits.levenberg_marquardt import FitProblem, Objective, solve_weightings
     from scaling.fits.multistart import Solution, SolverSettings, compiled_minimize
     from scaling.fits.observations import make_observations
-    from scaling.fits.prediction import predict, run_flops, score, score_held_out
+    from scaling.fits.prediction import (
+        predict,
+        predict_samples,
+        run_flops,
+        score,
+        score_held_out,
+    )
     from scaling.fits.profile import choose_pair, profile_objective
     from scaling.fits.restrictions import Restrictions
     from scaling.fits.result import FitResult, HeldOut, from_json, to_json

@@ -108,6 +108,25 @@ def predict(
     return Prediction(np.exp(value), np.exp(low), np.exp(high))
 
 
+def predict_samples(
+    result: FitResult, data: Mapping[str, Any]
+) -> Float[np.ndarray, "resamples n"]:
+    """Evaluates the law of every resample, without residuals.
+
+    Args:
+      result: a fit with resamples.
+      data: a positive column for each of its inputs.
+
+    Raises:
+      ValueError: the fit has no resamples, or a column is missing or not positive.
+    """
+    if result.samples is None:
+        raise ValueError("result must have resamples, see fits.bootstrap")
+    law = result.find_law()
+    logs = _logs(law, data) - result.centre[:, None]
+    return np.exp(laws.values(law, result.samples, logs))
+
+
 def score(result: FitResult, data: Mapping[str, Any]) -> FitResult:
     """Scores a fit on held-out runs; adds a warning if they contradict its intervals.
 
