@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         STUDY,
         CalibrationConfig,
         find_measured_runs,
+        find_published,
     )
     from scaling.cli.fit.config import FitConfig
     from scaling.cli.fit.drawing import draw_isoflop_groups
