@@ -34,6 +34,24 @@ class RunChoice(NamedTuple):
     variance: list[float]
 
 
+@validation.checks_numbers(noise="(0, inf)", target="(0, inf)")
+def evidence_variance(
+    noise: float, flops: Float[np.ndarray, " candidates"], target: float
+) -> Float[np.ndarray, " candidates"]:
+    """Returns the variance of runs as evidence about a target with more compute.
+
+    A law that lacks a curve of the data misses the target by an error that grows in
+    proportion to ln(compute) (`fits.forecasts`), so that runs far below it say less
+    than their noise suggests: `noise (1 + ln(target / flops)^2)`.
+
+    Args:
+      noise: variance of log losses around the law.
+      flops: compute of each run.
+      target: compute of the target.
+    """
+    return noise * (1 + np.maximum(np.log(target / flops), 0.0) ** 2)
+
+
 @validation.checks_numbers(budget="(0, inf)", max_runs=1)
 def choose_next_runs(
     answer: Float[np.ndarray, " resamples"],

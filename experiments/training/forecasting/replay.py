@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from scaling import laws
 from scaling.fits import FitProblem, make_observations, solve_weightings
 from scaling.laws import CHINCHILLA
-from scaling.plan import choose_next_runs
+from scaling.plan import choose_next_runs, evidence_variance
 
 OURS = "next"
 RULES = (OURS, "random", "cheapest first", "grid", "D-optimal")
@@ -16,8 +16,6 @@ SHARES = (0.05, 0.1, 0.2, 0.5)
 """Shares of the pool's compute after which errors are measured."""
 NUM_FIRST = 10
 """Cheapest runs, which every rule begins with."""
-MISFIT = 3.0
-"""Growth of the variance of a run's evidence, as in `jaxkv next`."""
 
 
 class Pool(NamedTuple):
@@ -28,7 +26,7 @@ class Pool(NamedTuple):
       flops: compute of each run.
       held_logs: centred log N and log D of the held-out runs.
       held_losses: log losses of the held-out runs.
-      target: mean log compute of the held-out runs.
+      target: geometric mean of the compute of the held-out runs.
     """
 
     problem: FitProblem
@@ -57,7 +55,7 @@ def make_pool(
         6 * pool[:, 0] * pool[:, 1],
         np.log(held[:, :2].T) - observations.centre[:, None],
         np.log(held[:, 2]),
-        float(np.log(6 * held[:, 0] * held[:, 1]).mean()),
+        float(np.exp(np.log(6 * held[:, 0] * held[:, 1]).mean())),
     )
 
 
@@ -104,13 +102,12 @@ def _choose_next(pool, is_made, budget, num_resamples, rng):
     ).coordinates
     residuals = laws.values(CHINCHILLA, best[None], runs.logs)[0] - runs.target
     num = int(is_made.sum())
-    noise = max(np.mean(residuals[is_made] ** 2) * num / (num - 4.5), 1e-6)
+    noise = max(float(np.mean(residuals[is_made] ** 2)) * num / (num - 4.5), 1e-6)
     rest = np.flatnonzero(~is_made)
-    distance = np.maximum(pool.target - np.log(pool.flops[rest]), 0)
     choice = choose_next_runs(
         laws.values(CHINCHILLA, samples, pool.held_logs).mean(1),
         laws.values(CHINCHILLA, samples, runs.logs)[:, rest],
-        noise * (1 + MISFIT * distance),
+        evidence_variance(noise, pool.flops[rest], pool.target),
         pool.flops[rest],
         budget=budget,
         max_runs=rest.size,

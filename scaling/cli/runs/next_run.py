@@ -11,16 +11,13 @@ from jaxkv.validation import PositiveInt, Range
 from scaling.cli.runs.options import LogOptions, read_runs
 from scaling.fits import FitResult, bootstrap, fit, predict_samples
 from scaling.laws import compute_optimum, optimal_exponents
-from scaling.plan import choose_next_runs
+from scaling.plan import choose_next_runs, evidence_variance
 
 Question = Literal["loss", "exponent", "size"]
 _STEP = 2.0
 """Ratio of neighbouring candidates' parameters, and of their tokens."""
 _MARGIN = 4.0
 """Factor beyond the fitted parameters and tokens within which candidates lie."""
-_MISFIT = 3.0
-"""Growth of the variance of a run's evidence with every factor e of compute to the
-target, over the noise; chosen on replays of public logs."""
 _MIN_NOISE = 1e-4
 """Smallest noise of a log loss."""
 
@@ -85,13 +82,11 @@ def choose_runs(log: str, options: NextOptions) -> CommandOutput:
         raise ValueError(f"--ask {options.ask}: most resamples have no such answer")
     log_losses = np.log(predict_samples(result, candidates))[usable]
     flops = 6 * num_params * num_tokens
-    # A run tells about the target up to the error of forecasts over their distance.
-    distance = np.maximum(np.log(target / flops), 0)
-    noise = max(np.mean(result.noise**2), _MIN_NOISE**2) * (1 + _MISFIT * distance)
+    noise = max(float(np.mean(result.noise**2)), _MIN_NOISE**2)
     choice = choose_next_runs(
         answers[usable],
         log_losses,
-        noise,
+        evidence_variance(noise, flops, target),
         flops,
         budget=budget,
         max_runs=options.max_runs,

@@ -78,7 +78,7 @@ def test_bad_options_are_refused(
     assert_refused(compared, "--by optimizer --baseline sgd", "must be one of adam")
     assert_refused(compared, "--by optimizer --floor high", "shared, free or a number")
     followed = command(capsys, "next", str(optimizers))
-    assert_refused(followed, "", "no column for N")
+    assert_refused(followed, "", "two of N, D and C are needed")
     assert_refused(followed, "--budget -1", "must be above 0")
 
 
