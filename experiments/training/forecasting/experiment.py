@@ -166,7 +166,9 @@ def _replay_rows(
                 for seed in seeds
             ]
         ).mean(0)
-        for share, error, num_runs in outcomes.tolist():
+        for share, (_, error, num_runs) in zip(
+            replay.SHARES, outcomes.tolist(), strict=True
+        ):
             row = {"part": "replay", "log": name, "rule": rule, "share": share}
             yield row | {"error": error, "full error": full, "runs": num_runs}
 

@@ -1,5 +1,6 @@
 """`jaxkv next LOG --budget FLOPS`: which training runs should follow these?"""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -75,7 +76,7 @@ def choose_runs(log: str, options: NextOptions) -> CommandOutput:
     budget = options.budget or float(compute.sum())
     target = options.target or 10 * float(compute.max())
     answers = ask_resamples(result, options.ask, target)
-    num_params, num_tokens = _candidates(result, budget)
+    num_params, num_tokens = _candidates(runs.columns, budget)
     candidates = {"num_params": num_params, "num_tokens": num_tokens}
     usable = np.isfinite(answers)
     if usable.sum() < 0.5 * len(answers):
@@ -160,19 +161,25 @@ def ask_resamples(
 
 
 def _candidates(
-    result: FitResult, budget: float
+    columns: Mapping[str, Float[np.ndarray, " runs"]], budget: float
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """Returns a grid of parameters and tokens around the fitted ones."""
+    """Returns a grid around the fitted runs, with their tokens per parameter."""
     axes = []
     for name in ("num_params", "num_tokens"):
-        low, high = result.ranges[name]
+        low = float(columns[name].min())
+        high = float(columns[name].max())
         num = int(np.log(_MARGIN * high / low) / np.log(_STEP)) + 1
         axes.append(low * _STEP ** np.arange(num))
     num_params, num_tokens = (x.reshape(-1) for x in np.meshgrid(*axes))
-    is_within = 6 * num_params * num_tokens <= budget
+    ratio = columns["num_tokens"] / columns["num_params"]
+    is_usual = (num_tokens / num_params >= ratio.min() / _STEP) & (
+        num_tokens / num_params <= ratio.max() * _STEP
+    )
+    flops = 6 * num_params * num_tokens
+    is_within = is_usual & (flops <= budget)
     if not is_within.any():
         raise ValueError(
             f"--budget {budget:.3g}: below the smallest candidate, "
-            f"{6 * num_params.min() * num_tokens.min():.3g} FLOP"
+            f"{flops[is_usual].min():.3g} FLOP"
         )
     return num_params[is_within], num_tokens[is_within]
