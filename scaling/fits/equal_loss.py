@@ -106,6 +106,7 @@ def compare(
     return Comparison(loss, ratio, np.exp(ends[0]), np.exp(ends[1]))
 
 
+@validation.checks_numbers(num_groups=2)
 def join_groups(law: Law, num_groups: int) -> Law:
     """Returns one law for several groups of runs, whose only common part is the floor.
 
@@ -129,7 +130,7 @@ def join_groups(law: Law, num_groups: int) -> Law:
         for x in free
     )
     floor = next(x for x in law.coordinates if x.name == law.floor)
-    places = group_places(law, num_groups)
+    places = _group_places(law, num_groups)
 
     def log_loss(x: Any, logs: Any) -> Any:
         group = jnp.round(logs[-1])
@@ -161,7 +162,7 @@ def join_groups(law: Law, num_groups: int) -> Law:
     )
 
 
-def group_places(law: Law, num_groups: int) -> Int[np.ndarray, "groups k"]:
+def _group_places(law: Law, num_groups: int) -> Int[np.ndarray, "groups k"]:
     """Returns the places of each group's coefficients in those of the joined law."""
     k = len(law.coordinates)
     places = np.full((num_groups, k), num_groups * (k - 1))
@@ -184,31 +185,30 @@ def split_groups(
     names = [*joined.coefficients]
     results = []
     start = 0
-    for place, data in zip(group_places(law, len(groups)), groups, strict=True):
+    for place, data in zip(_group_places(law, len(groups)), groups, strict=True):
         columns = {x: np.asarray(data[x], float) for x in (*law.inputs, law.target)}
         if {"num_params", "num_tokens"} <= columns.keys():
             columns["flops"] = 6 * columns["num_params"] * columns["num_tokens"]
         end = start + len(columns[law.target])
-        fields = {
-            "law": law.name,
-            "inputs": law.inputs,
-            "coefficients": dict(
-                zip(law.coefficients, map(float, values[place]), strict=True)
-            ),
-            "intervals": {
+        natural = map(float, values[place])
+        result = joined._replace(
+            law=law.name,
+            inputs=law.inputs,
+            coefficients=dict(zip(law.coefficients, natural, strict=True)),
+            intervals={
                 x: joined.intervals[names[i]]
                 for x, i in zip(law.coefficients, place, strict=True)
             },
-            "covariance": joined.covariance[np.ix_(place, place)],
-            "samples": None if joined.samples is None else joined.samples[:, place],
-            "coordinates": joined.coordinates[place],
-            "centre": joined.centre[:-1],
-            "num_points": end - start,
-            "residuals": joined.residuals[start:end],
-            "noise": joined.noise[start:end],
-            "ranges": {x: (float(y.min()), float(y.max())) for x, y in columns.items()},
-        }
-        results.append(joined._replace(**fields))
+            covariance=joined.covariance[np.ix_(place, place)],
+            samples=None if joined.samples is None else joined.samples[:, place],
+            coordinates=joined.coordinates[place],
+            centre=joined.centre[:-1],
+            num_points=end - start,
+            residuals=joined.residuals[start:end],
+            noise=joined.noise[start:end],
+            ranges={x: (float(y.min()), float(y.max())) for x, y in columns.items()},
+        )
+        results.append(result)
         start = end
     return results
 

@@ -9,7 +9,7 @@ law is fitted to the smaller runs several times and predicts the remaining ones;
 squares of these errors exceed the noise by a constant and an amount that grows with
 ln(compute). Outlying runs are left out of both, since their squares hide the excess.
 Few overlapping forecasts measure it, so intervals have Student's t in place of a normal
-quantile. Then intervals covered 90 % of the runs with more compute, 84 to 95 % by log;
+quantile. Then intervals covered 92 % of the runs with more compute, 87 to 98 % by log;
 the rule was chosen on these logs, so another log may have less
 (`experiments/records/forecasting`).
 
@@ -27,7 +27,7 @@ from scaling.laws import Law
 
 _SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Shares of the runs, by compute, that are fitted."""
-FREEDOM = len(_SHARES) - 1
+FORECAST_FREEDOM = len(_SHARES) - 1
 """Degrees of freedom of the measured variance: the forecasts minus their mean."""
 _MIN_POINTS_PER_COEFFICIENT = 2
 """Fewest fitted runs for each coefficient."""

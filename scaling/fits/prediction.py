@@ -77,7 +77,9 @@ def predict(
         freedom = max(1, result.num_points - result.num_free)
         square = intervals.student_t(level, freedom) ** 2 * np.maximum(variance, 0)
         if interval == "prediction":
-            square += intervals.student_t(level, forecasts.FREEDOM) ** 2 * beyond
+            square += (
+                intervals.student_t(level, forecasts.FORECAST_FREEDOM) ** 2 * beyond
+            )
         half = np.sqrt(square)
         return Prediction(np.exp(value), np.exp(value - half), np.exp(value + half))
     # A residual for every resample and point, drawn with a fixed seed, so that the
@@ -92,7 +94,7 @@ def predict(
             samples = samples - rng.choice(result.noise, samples.shape)
             if beyond[chunk].any():
                 spread = np.sqrt(beyond[chunk])
-                draws = rng.standard_t(forecasts.FREEDOM, samples.shape)
+                draws = rng.standard_t(forecasts.FORECAST_FREEDOM, samples.shape)
                 samples = samples + spread * draws
         ends.append(
             intervals.percentile_intervals(

@@ -155,7 +155,7 @@ def _coverage(runs: np.ndarray, mask: np.ndarray, num_resamples: int) -> lab.Row
 def _replay_rows(
     name: str, runs: np.ndarray, mask: np.ndarray, config: Config
 ) -> Iterator[lab.Row]:
-    pool = replay.make_pool(runs, mask)
+    pool = replay.make_replay_pool(runs, mask)
     everything = np.ones(pool.flops.size, bool)
     full = pool.error(replay.fit_selected(pool, everything))
     for rule in replay.RULES:
@@ -271,12 +271,15 @@ def plot(axes: np.ndarray, result: list[lab.Row]) -> None:
         lab.draw_curve(right, x, [*shares.values()], tint, rule, **look)
     lab.draw_reference_line(right, 1.0, "all runs")
     right.legend()
+    right.set_xscale("log")
+    right.set_xticks([100 * share for share in replay.SHARES])
+    right.xaxis.set_major_formatter("{x:g}")
+    right.minorticks_off()
     lab.set_labels(
         right,
         "Median error of the largest runs",
         "share of the compute [%]",
         "error over that of all runs",
-        xscale="log",
     )
 
 

@@ -18,7 +18,7 @@ NUM_FIRST = 10
 """Cheapest runs, which every rule begins with."""
 
 
-class Pool(NamedTuple):
+class ReplayPool(NamedTuple):
     """Runs that may be made, in the order of their compute, and held-out ones.
 
     Attributes:
@@ -41,16 +41,16 @@ class Pool(NamedTuple):
         return float(np.abs(value - self.held_losses).mean())
 
 
-def make_pool(
+def make_replay_pool(
     runs: Float[np.ndarray, "n 3"], is_held_out: Bool[np.ndarray, " n"]
-) -> Pool:
+) -> ReplayPool:
     """Divides runs (N, D, loss) into a pool and held-out ones."""
     pool = runs[~is_held_out]
     pool = pool[np.argsort(pool[:, 0] * pool[:, 1], kind="stable")]
     held = runs[is_held_out]
     names = ("num_params", "num_tokens", "loss")
     observations = make_observations(CHINCHILLA, dict(zip(names, pool.T, strict=True)))
-    return Pool(
+    return ReplayPool(
         FitProblem(CHINCHILLA, observations),
         6 * pool[:, 0] * pool[:, 1],
         np.log(held[:, :2].T) - observations.centre[:, None],
@@ -60,7 +60,7 @@ def make_pool(
 
 
 def fit_selected(
-    pool: Pool, is_made: Bool[np.ndarray, " n"]
+    pool: ReplayPool, is_made: Bool[np.ndarray, " n"]
 ) -> Float[np.ndarray, " k"]:
     """Fits the made runs from all starts of the law; one program for all masks."""
     starts = CHINCHILLA.starts(pool.problem.runs.level)
@@ -70,7 +70,7 @@ def fit_selected(
 
 
 def replay_rule(
-    pool: Pool, rule: str, num_resamples: int, seed: int
+    pool: ReplayPool, rule: str, num_resamples: int, seed: int
 ) -> list[tuple[float, float, int]]:
     """Makes runs by a rule; returns share of compute, error and runs made.
 

@@ -1,7 +1,8 @@
 """`jaxkv compare LOG --by COLUMN`: how much compute does one group of runs save?"""
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -171,7 +172,7 @@ def _fit_groups(
     law: Law,
     options: CompareOptions,
     groups: list[str],
-    columns: list[Mapping[str, Any]],
+    columns: Sequence[Mapping[str, Any]],
     clusters: list[np.ndarray],
 ) -> GroupFits:
     """Fits every group, and all of them together if they share the floor."""
@@ -205,10 +206,12 @@ def _fit_groups(
         for group, result in zip(groups, separate, strict=True)
         for line in result.warnings
     ]
-    resampling = {"num_resamples": options.bootstrap, "seed": options.seed}
+    resample = functools.partial(
+        bootstrap, num_resamples=options.bootstrap, seed=options.seed
+    )
     if options.floor != "shared":
         fits = [
-            bootstrap(result, data, cluster=cluster, **resampling)
+            resample(result, data, cluster=cluster)
             for result, data, cluster in zip(separate, columns, clusters, strict=True)
         ]
         return GroupFits(fits, doubts)
@@ -228,10 +231,14 @@ def _fit_groups(
         for name, value in result.coefficients.items()
         if name != law.floor
     }
-    floors = [result.coefficients[law.floor or ""] for result in separate]
-    starts = [start | {joined.floor: floor} for floor in (min(floors), np.mean(floors))]
+    floor_name = law.floor or ""
+    floors = [result.coefficients[floor_name] for result in separate]
+    starts = [
+        start | {floor_name: floor}
+        for floor in (min(floors), sum(floors) / len(floors))
+    ]
     result = fit(joined, data, cluster=cluster, starts=starts, level=options.level)
-    result = bootstrap(result, data, law=joined, cluster=cluster, **resampling)
+    result = resample(result, data, law=joined, cluster=cluster)
     # One floor for all groups against one for each.
     alone = sum(float(x.residuals @ x.residuals) for x in separate)
     together = float(result.residuals @ result.residuals)
