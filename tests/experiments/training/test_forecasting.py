@@ -22,6 +22,7 @@ def test_held_out_runs_have_more_compute() -> None:
         assert flops[mask].min() > flops[~mask].max()
 
 
+@pytest.mark.thorough
 def test_parabolas_have_the_bias_of_the_closed_form() -> None:
     rows = [
         row
@@ -47,7 +48,7 @@ def test_rules_stay_within_the_compute(rule: str) -> None:
     made = np.arange(pool.flops.size) < replay.NUM_FIRST
     for budget in (pool.flops[0], 0.1 * pool.flops.sum()):
         after = replay._CHOOSE[rule](pool, made, budget, 32, rng)
-        assert (after | made == after).all()
+        assert (after >= made).all()
         assert pool.flops[after & ~made].sum() <= budget
     everything = np.ones(pool.flops.size, bool)
     assert pool.error(replay.fit_selected(pool, everything)) < 0.02
