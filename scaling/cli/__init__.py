@@ -1,4 +1,4 @@
-"""Commands of the toolkit: cost, plan, simulate, calibrate, train, sweep, fit."""
+"""Commands: cost, plan, simulate, calibrate, train, sweep, fit, compare, next."""
 
 from typing import TYPE_CHECKING
 

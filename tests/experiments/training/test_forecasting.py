@@ -43,7 +43,7 @@ def test_rules_stay_within_the_compute(rule: str) -> None:
     runs = simulated()
     mask = experiment.hold_out(runs)["upper 15 %"]
     pool = replay.make_replay_pool(runs, mask)
-    assert (np.diff(pool.flops) >= 0).all()
+    assert (np.diff(pool.flops) > -1e-9 * pool.flops[1:]).all()
     rng = np.random.default_rng(0)
     made = np.arange(pool.flops.size) < replay.NUM_FIRST
     for budget in (pool.flops[0], 0.1 * pool.flops.sum()):
