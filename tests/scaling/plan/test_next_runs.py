@@ -56,9 +56,9 @@ def test_bad_runs_are_refused() -> None:
     answer = DRAWS @ ASKED
     losses = DRAWS @ SLOPES.T
     with refused("must be above 0"):
-        choose_next_runs(answer, losses, 0 * NOISE, FLOPS, budget=9)
+        choose_next_runs(answer, losses, 0 * NOISE, FLOPS, budget=9.0)
     with refused("answer must vary"):
-        choose_next_runs(0 * answer, losses, NOISE, FLOPS, budget=9)
-    with refused("budget=0 must be in (0, inf)"):
-        choose_next_runs(answer, losses, NOISE, FLOPS, budget=0)
+        choose_next_runs(0 * answer, losses, NOISE, FLOPS, budget=9.0)
+    with refused("budget=0.0 must be in (0, inf)"):
+        choose_next_runs(answer, losses, NOISE, FLOPS, budget=0.0)
     assert choose_next_runs(answer, losses, NOISE, FLOPS, budget=0.5).places == []
