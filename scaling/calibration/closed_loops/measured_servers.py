@@ -248,13 +248,10 @@ def _use_launch_settings(server: MeasuredServer) -> MeasuredServer:
 
 
 def _read_energy(name: str, cells: Mapping[str, str], row: RawRow) -> MeasuredServer:
-    power = {
-        field: _number(cells, key, low=0.0) if cells.get(key) else None
-        for field, key in (
-            ("watts", "avg_power_watts"),
-            ("token_joules", "energy_per_token_joules"),
-        )
-    }
+    watts, token_joules = (
+        _number(cells, key, low=0.0) if cells.get(key) else None
+        for key in ("avg_power_watts", "energy_per_token_joules")
+    )
     names = ("p90_itl_ms", "p95_itl_ms", "p99_itl_ms")
     tail_s = [_milliseconds(cells, key, low=0.3, high=2e4) for key in names]
     size = cells.get("max_num_seqs", "")
@@ -279,7 +276,8 @@ def _read_energy(name: str, cells: Mapping[str, str], row: RawRow) -> MeasuredSe
         answer_tokens=_length(cells, "avg_output_len"),
         token_s=_milliseconds(cells, "median_itl_ms", low=0.3, high=2e4),
         token_tail_s=tuple(x for x in tail_s if x is not None) or None,
-        **power,
+        watts=watts,
+        token_joules=token_joules,
         is_median_step=True,
     )
 
@@ -299,9 +297,9 @@ def _find_format(checkpoint: str, name: str) -> WeightFormat:
 def _find_model(checkpoint: str) -> ModelShape:
     try:
         return shapes.describe_checkpoint(_FORMAT_SUFFIX.sub("", checkpoint))
-    except ValueError as error:
+    except ValueError:
         # The list of all models would hide the name.
-        raise ValueError(str(error).partition(";")[0]) from None
+        raise ValueError(f"unknown model {checkpoint!r}") from None
 
 
 def _number(cells: Mapping[str, str], key: str, *, low: float) -> float:

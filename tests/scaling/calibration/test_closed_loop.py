@@ -130,8 +130,9 @@ def simulate_loop(
     """Runs a closed loop step by step; returns mean time per token and first token.
 
     Each step decodes one token of each running request, and feeds one whole prompt if a
-    request waits and a slot is free; new requests are seen every `poll_steps` steps. One process streams all tokens in their order. A
-    request whose last token is streamed is replaced at once.
+    request waits and a slot is free; new requests are seen every `poll_steps` steps.
+    One process streams all tokens in their order. A request whose last token is
+    streamed is replaced at once.
     """
     prompt, answer = int(server.prompt_tokens), int(server.answer_tokens)
     waiting = [0.0] * int(server.concurrency)
