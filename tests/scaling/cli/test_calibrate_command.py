@@ -95,6 +95,7 @@ def test_a_fit_predicts_another_table(
     expected = [x for x in predictions if x["quantity"] == "time per token"]
     assert table.predicted.tolist() == pytest.approx([x["predicted"] for x in expected])
     assert not len(result.group_errors("table", "model"))
+    assert SERVER_TABLES.summary is not None
     sheets = [x for x in SERVER_TABLES.summary(result) if isinstance(x, Sheet)]
     (sheet,) = (x for x in sheets if x.title == "predictions")
     first = expected[0]
