@@ -19,10 +19,9 @@ from scaling.calibration.closed_loops.pooled_fit import LoopPrediction
 
 TAIL_LEVELS = (0.9, 0.95, 0.99)
 """Percentiles of the time between tokens."""
-_MAX_PROMPTS = 24
+_PROMPT_COUNTS = np.arange(24)
 _BISECTIONS = 18
-_MEDIANS = np.log([1.0, 10e-3, 0.1])
-_SPREADS = np.array([1.0, 1.0, 1.0])
+_TAIL_MEDIANS = np.log([1.0, 10e-3, 0.1])
 _DEVICE_SPREAD = 0.7
 _ERROR = 0.3
 
@@ -53,7 +52,7 @@ def fit_token_tail(
     measured = np.log([x.token_tail_s for x in servers])
 
     def residuals(deviations: np.ndarray) -> np.ndarray:
-        prompt, step_s, shared = np.exp(_MEDIANS + _SPREADS * deviations[:3])
+        prompt, step_s, shared = np.exp(_TAIL_MEDIANS + deviations[:3])
         noise = shared * np.exp(_DEVICE_SPREAD * deviations[3:])
         errors = np.log(_find_percentiles(steps, prompt, step_s, noise[places]))
         errors = np.clip((errors - measured) / _ERROR, -3.0, 3.0)
@@ -61,7 +60,7 @@ def fit_token_tail(
 
     start = np.zeros(3 + len(devices))
     mode = optimize.least_squares(residuals, start, diff_step=1e-3).x
-    prompt, step_s, shared = map(float, np.exp(_MEDIANS + _SPREADS * mode[:3]))
+    prompt, step_s, shared = map(float, np.exp(_TAIL_MEDIANS + mode[:3]))
     effects = np.exp(_DEVICE_SPREAD * mode[3:]).tolist()
     noise = {name: shared * x for name, x in zip(devices, effects, strict=True)}
     return TokenTail(prompt, step_s, noise | {"": shared})
@@ -104,7 +103,7 @@ def _find_percentiles(
     noise: Float[np.ndarray, " servers"],
 ) -> Float[np.ndarray, "servers 3"]:
     """Returns percentiles of the mixture over numbers of prompts, by bisection."""
-    k = np.arange(_MAX_PROMPTS)
+    k = _PROMPT_COUNTS
     mean = steps.prompts[:, None]
     weight = np.exp(k * np.log(mean) - mean - special.gammaln(k + 1))
     weight /= weight.sum(axis=1, keepdims=True)

@@ -135,7 +135,7 @@ def summary(result: ServerTablesResult) -> list[Sheet]:
     return parts
 
 
-_NUM_SHOWN = 40
+_PRINTED_SERVERS = 40
 
 
 def _prediction_sheet(predictions: PredictedServers) -> Sheet:
@@ -149,7 +149,7 @@ def _prediction_sheet(predictions: PredictedServers) -> Sheet:
     heads = ("server", *(f"{x} [{QUANTITIES[x]}]" for x in shown))
     cells = [
         (name, *(row.get(x, "-") for x in shown))
-        for name, row in list(rows.items())[:_NUM_SHOWN]
+        for name, row in list(rows.items())[:_PRINTED_SERVERS]
     ]
     note = f"Medians and 90 % intervals of {len(cells)} of {len(rows)} servers"
     note += " without measured values; prediction.json in the folder has all."
