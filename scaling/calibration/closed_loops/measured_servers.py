@@ -42,7 +42,7 @@ ENGINES = ("vllm", "sglang", "trtllm")
 """Names of the engines in `backend`."""
 NODE_DEVICES = 8
 """Devices of one node; larger degrees of a row are doubtful."""
-CHAT_PROMPT_TOKENS = 200
+CHAT_PROMPT_TOKENS = 200.0
 """Mean prompt of ML.ENERGY's tasks, which its rows lack: chats of LM Arena."""
 
 _FORMAT_SUFFIX = re.compile(
