@@ -226,14 +226,15 @@ def _read_aiconfigurator(
 def _use_launch_settings(server: MeasuredServer) -> MeasuredServer:
     """Returns a row with the settings of the scripts that launched such servers.
 
-    SGLang on B200 looks for requests every 10 steps, or 30 from 16 requests.
+    SGLang on B200 and B300 looks for requests every 10 steps, or 30 from 16 requests.
     TensorRT-LLM's attention ranks wait up to 50 steps until each has a prompt. Messages
     have 10 to 50 tokens. vLLM has a cache of 8 bits on devices with 4-bit products.
 
-    Source: github.com/SemiAnalysisAI/InferenceX, benchmarks/single_node, at 0ee5ff3.
+    Source: github.com/SemiAnalysisAI/InferenceX, benchmarks/single_node, at 0ee5ff3
+    (B300: at 843c625).
     """
     poll_steps = 1.0
-    if server.engine == "sglang" and server.device.name == "b200":
+    if server.engine == "sglang" and server.device.name in ("b200", "b300"):
         poll_steps = 30.0 if server.concurrency >= 16 else 10.0
     if server.engine == "trtllm" and server.data_parallel > 1:
         poll_steps = 50.0
