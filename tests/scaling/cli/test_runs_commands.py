@@ -99,3 +99,22 @@ def test_next_runs_are_within_the_budget_and_lower_the_error(
     assert sum(run["flops"] for run in answer["runs"]) <= 1e21
     assert errors
     assert all(np.diff([answer["standard_error"], *errors]) < 0)
+
+
+@pytest.mark.slow
+def test_all_laws_are_ranked_by_their_held_out_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = simulate_isoflop_runs(noise="normal")
+    path = tmp_path / "runs.csv"
+    columns = [runs[x][::4] for x in ("num_params", "num_tokens", "loss")]
+    lines = [",".join(map(str, row)) for row in np.stack(columns, 1)]
+    path.write_text("\n".join(["N,D,loss", *lines]))
+    called = command(capsys, "fit", str(path), "--out", str(tmp_path / "law"))
+    answer = document(called, "--law", "all", "--bootstrap", "0")
+    errors = [fit["held_out"]["mean_error"] for fit in answer["fits"]]
+    assert len(errors) > 5
+    assert errors == sorted(errors)
+    laws = [fit["law"] for fit in answer["fits"]]
+    assert laws.index("chinchilla") < laws.index("kaplan-n")
+    assert_refused(called, "--law all --by N", "exclude each other")
