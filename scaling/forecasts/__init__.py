@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         PowerPair,
         RateBatchFit,
         RateBatchPrediction,
+        Valley,
         copied_pair,
         fit_lowest_losses,
         fit_rate_batch,

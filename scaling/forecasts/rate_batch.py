@@ -139,7 +139,7 @@ def fit_rate_batch(cells: Sequence[TunedCell]) -> RateBatchFit:
         determine the exponents of N and D.
     """
     warnings = []
-    used = []
+    usable = []
     for cell in cells:
         if _window(cell).sum() < MIN_RUNS:
             warnings.append(
@@ -147,7 +147,7 @@ def fit_rate_batch(cells: Sequence[TunedCell]) -> RateBatchFit:
                 f"{WINDOW:.0%} of the lowest loss; the cell is not fitted"
             )
             continue
-        used.append(cell)
+        usable.append(cell)
         pairs = cell.pairs
         for column, word in ((0, "learning rate"), (1, "batch size")):
             best = pairs[cell.best, column]
@@ -155,35 +155,35 @@ def fit_rate_batch(cells: Sequence[TunedCell]) -> RateBatchFit:
                 warnings.append(
                     f"{cell.size.label}: the best {word} is at the edge of its grid"
                 )
-    design = _design([cell.size for cell in used])
-    if len(used) < MIN_CELLS or np.linalg.matrix_rank(design, tol=1e-6) < 3:
+    design = _design([cell.size for cell in usable])
+    if len(usable) < MIN_CELLS or np.linalg.matrix_rank(design, tol=1e-6) < 3:
         raise ValueError(
-            f"{len(used)} cells of N and D with {MIN_RUNS} runs near their lowest "
+            f"{len(usable)} cells of N and D with {MIN_RUNS} runs near their lowest "
             f"loss: a fit needs {MIN_CELLS}, of several N and several D"
         )
-    best, valley, floors, residuals = _fit_surface(used, None)
+    best, valley, floors, residuals = _fit_surface(usable, None)
     refits = []
-    for i in range(len(used)):
-        others = used[:i] + used[i + 1 :]
+    for i in range(len(usable)):
+        others = usable[:i] + usable[i + 1 :]
         sizes = [cell.size for cell in others]
         if np.linalg.matrix_rank(_design(sizes), tol=1e-6) == 3:
             refits.append(_fit_surface(others, (best, valley))[0])
-    if len(refits) < len(used):
+    if len(refits) < len(usable):
         warnings.append(
-            f"{len(used) - len(refits)} cells are needed for an exponent, so the "
+            f"{len(usable) - len(refits)} cells are needed for an exponent, so the "
             "intervals are those of the other cells, too narrow"
         )
     scatter = [
         np.sqrt(np.mean([np.log(value / power.value(size)) ** 2 for size, value in x]))
         for power, x in (
-            (best[0], [(cell.size, cell.rate[cell.best]) for cell in used]),
-            (best[1], [(cell.size, cell.batch[cell.best]) for cell in used]),
+            (best[0], [(cell.size, cell.rate[cell.best]) for cell in usable]),
+            (best[1], [(cell.size, cell.batch[cell.best]) for cell in usable]),
         )
     ]
     return RateBatchFit(
         *best,
         valley,
-        {cell.size: float(x) for cell, x in zip(used, floors, strict=True)},
+        {cell.size: float(x) for cell, x in zip(usable, floors, strict=True)},
         tuple(refits),
         (float(scatter[0]), float(scatter[1])),
         float(np.median(np.abs(residuals))),

@@ -89,7 +89,7 @@ class Rehearsal(NamedTuple):
       run: name of the run.
       num_sizes: number of fitted sizes.
       distance: ln(compute of the run / largest compute of the fitted runs), at least 0.
-      loss_error: ln(predicted / seen) of the loss.
+      loss_error: ln(predicted / measured) of the loss.
       logit_error: error of the accuracy's logit.
       relative_error: error of the accuracy, relative.
     """
@@ -169,7 +169,7 @@ def fit_tasks(tasks: tuple[Task, ...], runs: TaskRuns) -> TaskForecasts:
       ValueError: there are fewer than 2 sizes or 6 runs.
     """
     size_of_run = _number_sizes(runs.num_params)
-    num_sizes = int(size_of_run.max()) + 1
+    num_sizes = len({*size_of_run.tolist()})
     if num_sizes < MIN_SIZES or len(runs.names) < 6:
         raise ValueError(
             f"{len(runs.names)} runs of {num_sizes} sizes: a fit of tasks needs at "
@@ -187,13 +187,13 @@ def fit_tasks(tasks: tuple[Task, ...], runs: TaskRuns) -> TaskForecasts:
             fit = _fit_task(task, small)
             loss = fit.powers.loss(large.num_params, large.num_tokens)
             accuracy = fit.response.accuracy(loss)
-            seen = large.accuracy[task.name]
+            measured = large.accuracy[task.name]
             errors = zip(
                 large.names,
                 distance,
                 np.log(loss / large.loss[task.name]),
-                _logit(accuracy) - _logit(seen),
-                accuracy / np.maximum(seen, _CLOSEST) - 1,
+                _logit(accuracy) - _logit(measured),
+                accuracy / np.maximum(measured, _CLOSEST) - 1,
                 strict=True,
             )
             for run, *numbers in errors:
