@@ -25,8 +25,6 @@ from scaling.logs import RunSize, TunedCell
 
 WINDOW = 0.04
 """Largest ln(loss / lowest loss of the cell) of a fitted run."""
-DELTA = 1e-3
-"""Residual of ln(loss) beyond which the loss is linear."""
 MIN_RUNS = 6
 """Fewest runs of a cell in the window."""
 MIN_CELLS = 4
@@ -35,6 +33,8 @@ MIN_FLOORS = 6
 _NUM_SHARED = 10
 """Coefficients that the cells share; the floor of each follows them."""
 _LEAST_SKEW = 1e-6
+_LARGEST_EXCESS = 700.0
+"""ln(loss / lowest loss) whose exponential is finite."""
 
 
 class PowerPair(NamedTuple):
@@ -234,7 +234,7 @@ def lost_by_miss(fit: RateBatchFit, size: RunSize, rate: float, batch: float) ->
     """Returns the predicted loss lost by a pair, relative to that of the best pair."""
     u = np.log([rate / fit.rate.value(size)])
     v = np.log([batch / fit.batch.value(size)])
-    return float(np.expm1(fit.valley.excess(u, v)[0]))
+    return float(np.expm1(min(fit.valley.excess(u, v)[0], _LARGEST_EXCESS)))
 
 
 @validation.checks_numbers(rate="(0, inf)", batch="(0, inf)")
@@ -327,7 +327,7 @@ def _fit_surface(
     high = np.full(first.size, np.inf)
     low[6:_NUM_SHARED] = (1e-4, -1.0, 1e-4, -2.0)
     high[6:_NUM_SHARED] = (1.0, 1.0, 1.0, 2.0)
-    end = minimize_huber(residuals, first, delta=DELTA, low=low, high=high)
+    end = minimize_huber(residuals, first, delta=Objective().delta, low=low, high=high)
     c = end.coefficients
     middle = logs.mean(0)
     rate, batch = (

@@ -24,11 +24,11 @@ from jaxkv import validation
 from scaling.fits import student_t
 from scaling.forecasts.least_squares import Minimum, minimize_huber
 from scaling.forecasts.tied_powers import TiedPowers, fit_tied_powers
-from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, Task, TaskRuns
+from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, DownstreamTask, TaskRuns
 
-MIN_SIZES = 2
+MIN_LADDER_SIZES = 2
 """Fewest model sizes of a fit."""
-_SAME_SIZE = 1.05
+_SIZE_RATIO = 1.05
 """Ratio up to which parameters are of one size."""
 _FLOOR_SPREAD = 0.03
 _ACCURACY_NOISE = 0.01
@@ -158,7 +158,7 @@ class TaskPrediction(NamedTuple):
     log_linear: Float[np.ndarray, " runs"]
 
 
-def fit_tasks(tasks: tuple[Task, ...], runs: TaskRuns) -> TaskForecasts:
+def fit_tasks(tasks: tuple[DownstreamTask, ...], runs: TaskRuns) -> TaskForecasts:
     """Fits both stages of every task, and rehearses forecasts of the larger sizes.
 
     Args:
@@ -170,14 +170,14 @@ def fit_tasks(tasks: tuple[Task, ...], runs: TaskRuns) -> TaskForecasts:
     """
     size_of_run = _number_sizes(runs.num_params)
     num_sizes = len({*size_of_run.tolist()})
-    if num_sizes < MIN_SIZES or len(runs.names) < 6:
+    if num_sizes < MIN_LADDER_SIZES or len(runs.names) < 6:
         raise ValueError(
             f"{len(runs.names)} runs of {num_sizes} sizes: a fit of tasks needs at "
-            f"least 6 runs and {MIN_SIZES} sizes"
+            f"least 6 runs and {MIN_LADDER_SIZES} sizes"
         )
     fits = {task.name: _fit_task(task, runs) for task in tasks}
     rehearsals = []
-    for count in range(MIN_SIZES, num_sizes):
+    for count in range(MIN_LADDER_SIZES, num_sizes):
         small = runs.select(size_of_run < count)
         large = runs.select(size_of_run >= count)
         if len(small.names) < 6:
@@ -222,7 +222,7 @@ def fit_tasks(tasks: tuple[Task, ...], runs: TaskRuns) -> TaskForecasts:
         fits,
         tuple(rehearsals),
         *drifts,
-        max(1, len(tasks) * (num_sizes - MIN_SIZES)),
+        max(1, len(tasks) * (num_sizes - MIN_LADDER_SIZES)),
         float(_flops(runs).max()),
         warnings,
     )
@@ -277,7 +277,7 @@ def predict_tasks(
     return predictions
 
 
-def _fit_task(task: Task, runs: TaskRuns) -> TaskFit:
+def _fit_task(task: DownstreamTask, runs: TaskRuns) -> TaskFit:
     """Fits both stages of a task, from several starts each."""
     loss = runs.loss[task.name]
     accuracy = runs.accuracy[task.name]
@@ -345,7 +345,7 @@ def _drift(distance: Float[np.ndarray, " n"], error: Float[np.ndarray, " n"]) ->
 def _number_sizes(num_params: np.ndarray) -> np.ndarray:
     """Returns the index of each run's size, from the smallest."""
     order = np.argsort(num_params)
-    steps = np.diff(np.log(num_params[order])) > np.log(_SAME_SIZE)
+    steps = np.diff(np.log(num_params[order])) > np.log(_SIZE_RATIO)
     sizes = np.empty(len(order), int)
     sizes[order] = np.concatenate([[0], np.cumsum(steps)])
     return sizes

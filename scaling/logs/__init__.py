@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from scaling.logs.run_sizes import RunSize, parse_run_size
     from scaling.logs.task_runs import (
         LADDER_TASKS,
-        Task,
+        DownstreamTask,
         TaskRuns,
         parse_task,
         read_task_runs,

@@ -15,10 +15,10 @@ from scaling.logs.run_sizes import RunSize
 
 _PARAMS = ("num_params", "N", "params", "n_params", "parameters")
 _TOKENS = ("num_tokens", "D", "tokens", "throughput/total_tokens", "training_tokens")
-_RUNS = ("run", "run_id", "name", "model")
+_RUN_COLUMNS = ("run", "run_id", "name", "model")
 
 
-class Task(NamedTuple):
+class DownstreamTask(NamedTuple):
     """A downstream task, and the columns of its metrics.
 
     Attributes:
@@ -36,18 +36,19 @@ class Task(NamedTuple):
     chance: float
 
 
-def _ladder_task(name: str, split: str, chance: float = 0.25) -> Task:
+def _ladder_task(name: str, split: str, chance: float = 0.25) -> DownstreamTask:
     """Returns a task by the names of OLMo's ladder, five examples in the prompt."""
     key = f"{name}_{split}_rc_5shot"
     loss = f"eval/downstream_bpb/{key}_bpb"
-    return Task(name, (loss,), (f"eval/downstream/{key}_len_norm",), (1.0,), chance)
+    accuracy = f"eval/downstream/{key}_len_norm"
+    return DownstreamTask(name, (loss,), (accuracy,), (1.0,), chance)
 
 
 _MMLU_SHARES = {"stem": 0.215, "humanities": 0.335, "social_sciences": 0.219}
 """Shares of the 14,042 test questions of MMLU; the last group has the rest."""
 _MMLU_GROUPS = (*_MMLU_SHARES, "other")
-LADDER_TASKS: dict[str, Task] = {
-    "mmlu": Task(
+LADDER_TASKS: dict[str, DownstreamTask] = {
+    "mmlu": DownstreamTask(
         "mmlu",
         tuple(f"eval/downstream_bpb/mmlu_{x}_test_rc_5shot_bpb" for x in _MMLU_GROUPS),
         tuple(f"eval/downstream/mmlu_{x}_test_rc_5shot_len_norm" for x in _MMLU_GROUPS),
@@ -98,7 +99,7 @@ class TaskRuns(NamedTuple):
         )
 
 
-def parse_task(text: str) -> Task:
+def parse_task(text: str) -> DownstreamTask:
     """Parses a task of the ladder by name, or NAME=LOSS,ACCURACY,CHANCE.
 
     Raises:
@@ -118,12 +119,12 @@ def parse_task(text: str) -> Task:
         raise ValueError(
             f"{text!r} must be NAME=LOSS,ACCURACY,CHANCE with a chance in [0, 1)"
         )
-    return Task(name, (parts[0],), (parts[1],), (1.0,), chance)
+    return DownstreamTask(name, (parts[0],), (parts[1],), (1.0,), chance)
 
 
 def read_task_runs(
     path: str | os.PathLike[str],
-    tasks: Sequence[Task] = tuple(LADDER_TASKS.values()),
+    tasks: Sequence[DownstreamTask] = tuple(LADDER_TASKS.values()),
     *,
     n: str = "",
     d: str = "",
@@ -173,7 +174,7 @@ def read_task_runs(
         }
         for high in (math.inf, 1.0)
     ]
-    column = _first(table, _RUNS)
+    column = _first(table, _RUN_COLUMNS)
     return TaskRuns(
         tuple(
             str(row.cells.get(column) or size.label)
@@ -198,7 +199,7 @@ def _first(table: RawTable, names: Sequence[str]) -> str:
 
 def _read_sizes(table: RawTable, params: str, tokens: str) -> list[RunSize]:
     """Returns parameters and tokens of every row."""
-    column = _first(table, _RUNS)
+    column = _first(table, _RUN_COLUMNS)
     names = [run_sizes.parse_run_name(str(x.cells.get(column))) for x in table.rows]
     longest: dict[str, RunSize] = {}
     sizes = []
@@ -233,7 +234,7 @@ def _mean(
     table: RawTable,
     row: RawRow,
     names: Sequence[str],
-    task: Task,
+    task: DownstreamTask,
     high: float,
     is_needed: bool,
 ) -> float:

@@ -20,7 +20,7 @@ def downstream_experiment(log: str) -> Experiment:
         metrics=downstream.metrics,
         summary=downstream.summary,
         panels=Panels(2, 2),
-        files=downstream.result_files,
+        files=downstream.task_files,
     )
     question = "Which accuracy do larger runs reach on downstream tasks?"
     return Experiment("fit", question, (fits,))
@@ -40,7 +40,7 @@ def hyperparameter_experiment(log: str) -> Experiment:
         metrics=hyperparameters.metrics,
         summary=hyperparameters.summary,
         panels=Panels(2, 2),
-        files=hyperparameters.result_files,
+        files=hyperparameters.surface_files,
     )
     question = "Which learning rate and batch size are best for a larger run?"
     return Experiment("fit", question, (fits,))

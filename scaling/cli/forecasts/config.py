@@ -3,7 +3,13 @@
 from typing import Annotated, Literal
 
 from jaxkv.validation import ConfigRecord, Range
-from scaling.logs import LADDER_TASKS, RunSize, Task, parse_run_size, parse_task
+from scaling.logs import (
+    LADDER_TASKS,
+    DownstreamTask,
+    RunSize,
+    parse_run_size,
+    parse_task,
+)
 
 DOWNSTREAM = "downstream"
 """Value of `--law` that fits tasks."""
@@ -41,7 +47,7 @@ class DownstreamConfig(ConfigRecord):
             raise ValueError(f"tasks={self.tasks} must name each task once")
 
     @property
-    def parsed_tasks(self) -> tuple[Task, ...]:
+    def parsed_tasks(self) -> tuple[DownstreamTask, ...]:
         """The tasks."""
         return tuple(parse_task(text) for text in self.tasks)
 

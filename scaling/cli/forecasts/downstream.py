@@ -18,18 +18,17 @@ from jaxkv.report import (
     dumps,
     numbered_list,
 )
+from scaling.cli.curves import HELD_OUT, PREDICTED
 from scaling.cli.forecasts.config import DOWNSTREAM, DownstreamConfig, split_targets
 from scaling.forecasts import TaskForecasts, fit_tasks, predict_tasks
 from scaling.logs import FLOPS_PER_PARAM_AND_TOKEN, TaskRuns, read_task_runs
 
-FORMULA = (
+TASK_FORMULA = (
     "bits per byte = E + A N^-alpha + B D^-alpha; "
     "accuracy = floor + (1 - floor) / (1 + exp(k (bits per byte - middle)))"
 )
 _MAX_RUNS = 4
 """Runs with a table of their tasks, the last ones; all are in predictions.csv."""
-HELD_OUT = "held out"
-PREDICTED = "predicted"
 
 
 class TaskFits(ResultRecord):
@@ -65,7 +64,7 @@ def fit_task_file(config: DownstreamConfig, progress: Progress = QUIET) -> TaskF
         targets.append((PREDICTED, table))
     document = {
         "law": DOWNSTREAM,
-        "formula": FORMULA,
+        "formula": TASK_FORMULA,
         "source": "two stages as in Bhagia et al. 2024, arXiv:2412.04403",
         "level": config.level,
         "log": config.log,
@@ -264,7 +263,7 @@ def _percent(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{100 * value:{sign}.2f} %"
 
 
-def result_files(result: TaskFits) -> dict[str, str]:
+def task_files(result: TaskFits) -> dict[str, str]:
     """Returns `fit.json`, and the predictions as a table."""
     document = json.loads(result.document)
     return {

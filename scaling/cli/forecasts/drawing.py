@@ -19,8 +19,8 @@ from jaxkv.plotting import (
 )
 from scaling.cli.forecasts.downstream import TaskFits
 from scaling.cli.forecasts.hyperparameters import (
-    COPIED,
-    MEAN,
+    MEAN_PAIR,
+    NEAREST_CELL,
     PUBLISHED,
     SURFACE,
     RateBatchFits,
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _MAX_TASKS = 4
 """Tasks whose stages are drawn, the first ones."""
-_MAX_CELLS = 10
+_MAX_DRAWN_CELLS = 10
 """Cells whose loss lost is drawn, the last ones."""
-_LOOKS = (("o", BLUE), ("s", RED), ("^", GREEN), ("D", ORANGE))
+_MARKS = (("o", BLUE), ("s", RED), ("^", GREEN), ("D", ORANGE))
 
 
 def plot_tasks(axes: np.ndarray, result: TaskFits) -> None:
@@ -51,7 +51,7 @@ def _shown_tasks(document: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
     names = [*document["tasks"]][:_MAX_TASKS]
     return [
         (name, {"marker": mark, "color": colors()[color], "linestyle": ""})
-        for name, (mark, color) in zip(names, _LOOKS, strict=False)
+        for name, (mark, color) in zip(names, _MARKS, strict=False)
     ]
 
 
@@ -88,7 +88,7 @@ def _draw_accuracies(ax: "Axes", document: Mapping[str, Any]) -> None:
 def _draw_rehearsals(ax: "Axes", rehearsals: Sequence[Mapping[str, Any]]) -> None:
     """Draws errors of forecasts of larger sizes by smaller ones."""
     counts = sorted({x["num_sizes"] for x in rehearsals})
-    for count, (mark, color) in zip(counts, _LOOKS, strict=False):
+    for count, (mark, color) in zip(counts, _MARKS, strict=False):
         rows = [x for x in rehearsals if x["num_sizes"] == count]
         ratio = np.exp([x["distance"] for x in rows])
         error = [100 * x["relative_error"] for x in rows]
@@ -218,14 +218,14 @@ def _draw_valley(ax: "Axes", document: Mapping[str, Any]) -> None:
 
 def _draw_lost(ax: "Axes", predictions: Sequence[Mapping[str, Any]]) -> None:
     """Draws the loss lost by each way to choose a pair, by cell."""
-    rows = [x for x in predictions if x["measured"] is not None][-_MAX_CELLS:]
+    rows = [x for x in predictions if x["measured"] is not None][-_MAX_DRAWN_CELLS:]
     if not rows:
         ax.set_axis_off()
         return
     looks = (
         (SURFACE, "o", BLUE),
-        (COPIED, "s", ORANGE),
-        (MEAN, "^", GREEN),
+        (NEAREST_CELL, "s", ORANGE),
+        (MEAN_PAIR, "^", GREEN),
         (PUBLISHED, "x", BLACK),
     )
     place = np.arange(len(rows))

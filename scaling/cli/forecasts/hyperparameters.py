@@ -16,12 +16,13 @@ from jaxkv.report import (
     dumps,
     numbered_list,
 )
+from scaling.cli.curves import HELD_OUT, PREDICTED
 from scaling.cli.forecasts.config import (
     HYPERPARAMETERS,
     HyperparameterConfig,
     split_targets,
 )
-from scaling.cli.forecasts.downstream import HELD_OUT, PREDICTED, table_text
+from scaling.cli.forecasts.downstream import table_text
 from scaling.fits import FitResult, predict
 from scaling.forecasts import (
     STEP_LAW_BATCH,
@@ -37,13 +38,13 @@ from scaling.forecasts import (
 )
 from scaling.logs import RunSize, TunedCell, TunedColumns, read_tuned_runs
 
-FORMULA = (
+SURFACE_FORMULA = (
     "ln loss = floor(N, D) + (p w + s v)^2 + (q v)^2, w = (exp(skew u) - 1) / skew, "
     "u = ln(rate / best rate), v = ln(batch / best batch)"
 )
 SURFACE = "surface"
-COPIED = "nearest cell"
-MEAN = "mean pair"
+NEAREST_CELL = "nearest cell"
+MEAN_PAIR = "mean pair"
 PUBLISHED = "Step Law"
 _SAME = 0.02
 """Largest relative difference of N and D of one cell."""
@@ -97,7 +98,7 @@ def fit_tuned_file(
     ]
     document = {
         "law": HYPERPARAMETERS,
-        "formula": FORMULA,
+        "formula": SURFACE_FORMULA,
         "source": "powers as in Li et al. 2025, arXiv:2503.04715",
         "level": config.level,
         "log": config.log,
@@ -152,8 +153,8 @@ def _prediction(
         loss, low, high = (float(x[0]) for x in values)
     pairs = {
         SURFACE: (best.rate, best.batch),
-        COPIED: copied_pair(fitted, size),
-        MEAN: mean_pair(fitted),
+        NEAREST_CELL: copied_pair(fitted, size),
+        MEAN_PAIR: mean_pair(fitted),
         PUBLISHED: (
             STEP_LAW_RATE.value(size),
             STEP_LAW_BATCH.value(size) / config.batch_tokens,
@@ -242,7 +243,7 @@ def _scores(predictions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, flo
                 [cell[name]["batch_factor"] for cell in cells]
             ),
         }
-        for name in (SURFACE, COPIED, MEAN, PUBLISHED)
+        for name in (SURFACE, NEAREST_CELL, MEAN_PAIR, PUBLISHED)
     }
 
 
@@ -351,7 +352,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.3f} %"
 
 
-def result_files(result: RateBatchFits) -> dict[str, str]:
+def surface_files(result: RateBatchFits) -> dict[str, str]:
     """Returns `fit.json`, and the predictions as a table."""
     document = json.loads(result.document)
     plain = [

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from scaling.forecasts import fit_tasks, predict_tasks
-from scaling.logs import LADDER_TASKS, Task, TaskRuns, read_task_runs
+from scaling.logs import LADDER_TASKS, DownstreamTask, TaskRuns, read_task_runs
 from tests.support import traces
 from tests.support.refusals import refused
 
-TASK = Task("quiz", ("loss",), ("accuracy",), (1.0,), 0.25)
+TASK = DownstreamTask("quiz", ("loss",), ("accuracy",), (1.0,), 0.25)
 TRUTH = {"E": 0.5, "A": 40.0, "B": 90.0, "alpha": 0.25}
 
 
