@@ -47,6 +47,19 @@ def minimize_huber(
       max_steps: largest number of steps.
     """
     x = np.clip(start, low, high)
+    with np.errstate(all="ignore"):  # a step too far is refused by its objective
+        return _descend(residuals, x, delta, low, high, max_steps)
+
+
+def _descend(
+    residuals: Residuals,
+    x: Float[np.ndarray, " k"],
+    delta: float,
+    low: Float[np.ndarray, " k"] | float,
+    high: Float[np.ndarray, " k"] | float,
+    max_steps: int,
+) -> Minimum:
+    """Returns the end of the steps from x."""
     off, slopes = residuals(x)
     objective = _sum_losses(off, delta)
     damping = 1e-3

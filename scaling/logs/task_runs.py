@@ -135,7 +135,8 @@ def read_task_runs(
 
     Parameters and tokens are columns, or follow from names such as `190M-0.5xC`. With a
     column of tokens, the parameters of a size are then those tokens over 20 times the
-    multiple of its longest run, since names are rounded.
+    multiple of its longest run, since names are rounded. A blank cell of a size takes
+    that of the name.
 
     Args:
       path: a table (`jaxkv.files.tables`) with a row for each run.
@@ -204,8 +205,12 @@ def _read_sizes(table: RawTable, params: str, tokens: str) -> list[RunSize]:
     longest: dict[str, RunSize] = {}
     sizes = []
     for row, name in zip(table.rows, names, strict=True):
-        num_params = files.read_number(table, row, params) if params else None
-        num_tokens = files.read_number(table, row, tokens) if tokens else None
+        num_params, num_tokens = (
+            None
+            if not column_name or (name is not None and _is_blank(row, column_name))
+            else files.read_number(table, row, column_name)
+            for column_name in (params, tokens)
+        )
         if name is None and (num_params is None or num_tokens is None):
             raise ValueError(
                 f"{table.path}: {row.place}: no parameters and tokens; --n and --d "
@@ -230,6 +235,10 @@ def _read_sizes(table: RawTable, params: str, tokens: str) -> list[RunSize]:
     ]
 
 
+def _is_blank(row: RawRow, name: str) -> bool:
+    return str(row.cells.get(name) or "").strip().lower() in ("", "nan")
+
+
 def _mean(
     table: RawTable,
     row: RawRow,
@@ -241,8 +250,7 @@ def _mean(
     """Returns the weighted mean of columns; NaN if one is missing."""
     values = []
     for name in names:
-        cell = row.cells.get(name)
-        if not is_needed and (cell is None or str(cell).strip() == ""):
+        if not is_needed and _is_blank(row, name):
             return math.nan
         value = files.read_number(table, row, name, is_open=high > 1)
         if value > high:

@@ -43,9 +43,10 @@ def test_parameters_of_a_size_follow_from_its_longest_run(tmp_path: Path) -> Non
     assert runs.loss["quiz"].tolist() == [1.2, 1.0]
     assert runs.accuracy["quiz"].tolist() == [0.3, 0.4]
     assert runs.is_held_out.tolist() == [False, True]
-    text = "run,N,D,bpb\nx,1e9,2e10,\n7B-4T,7e9,4e12,0.9\n"
+    text = "run,N,D,bpb\nx,1e9,2e10,\n7B-4T,7e9,,0.9\n"
     runs = read_task_runs(write(tmp_path, text), [TASK], needs_metrics=False)
     assert runs.num_params.tolist() == [1e9, 7e9]
+    assert runs.num_tokens.tolist() == [2e10, 4e12]  # of the name
     assert str(runs.loss["quiz"].tolist()) == "[nan, 0.9]"
     assert str(runs.accuracy["quiz"].tolist()) == "[nan, nan]"
 
