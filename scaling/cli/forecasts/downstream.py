@@ -255,7 +255,8 @@ def _prediction_sheet(
     )
     first = predictions[0]
     flops = FLOPS_PER_PARAM_AND_TOKEN * first["num_params"] * first["num_tokens"]
-    note = f"{flops / document['largest_flops']:.3g} times the largest fitted compute; bpb: bits per byte."
+    ratio = f"{flops / document['largest_flops']:.3g}"
+    note = f"{ratio} times the largest fitted compute; bpb: bits per byte."
     return Sheet(f"{first['run']}, {first['role']}", heads, rows, note)
 
 
