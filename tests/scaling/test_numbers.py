@@ -21,6 +21,7 @@ from scaling import (
     costs,
     curves,
     fits,
+    forecasts,
     frontiers,
     laws,
     logs,
@@ -71,6 +72,22 @@ CURVE_FIT = curves.CurveFit(
     {},
     [],
 )
+RUN_SIZE = logs.RunSize(1e9, 2e10)
+TUNED = logs.TunedCell(RUN_SIZE, COLUMN, COLUMN, COLUMN, False)
+POWER = forecasts.PowerPair(1.0, 0.1, 0.1)
+SURFACE = forecasts.RateBatchFit(
+    POWER,
+    POWER,
+    forecasts.Valley(0.1, 0.0, 0.1, 0.0),
+    {RUN_SIZE: 2.0},
+    ((POWER, POWER),) * 5,
+    (0.1, 0.1),
+    1e-3,
+    5,
+    [],
+)
+PAIR = {"rate": 1.0, "batch": 1.0}
+TASK_FORECASTS = forecasts.TaskForecasts({}, (), 0.1, 0.1, 5, 1e20, [])
 OFFERS = [plan.parse_offer("a100:4:312"), plan.parse_offer("v100:2.5:125")]
 STAGE = calibration.read_measured_stages(GOLDEN / "vllm_stages.csv")[0]
 COEFFICIENTS = calibration.draw_coefficients(np.zeros((1, len(calibration.PRIOR))))
@@ -333,6 +350,19 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "result": result,
             "data": data,
             "interval": "prediction",
+            "level": 0.9,
+        },
+        "forecasts.lost_by_miss": {"fit": SURFACE, "size": RUN_SIZE} | PAIR,
+        "forecasts.nearest_run": {"cell": TUNED} | PAIR,
+        "forecasts.predict_rate_batch": {
+            "fit": SURFACE,
+            "size": RUN_SIZE,
+            "level": 0.9,
+        },
+        "forecasts.predict_tasks": {
+            "forecasts": TASK_FORECASTS,
+            "num_params": COLUMN,
+            "num_tokens": COLUMN,
             "level": 0.9,
         },
         "curves.predict_curve": {
