@@ -16,6 +16,7 @@ Source: `models.config.RecurrenceConfig`; chunks: Yang et al. 2024, arXiv:2412.0
 section 3.3, for decays of features Kimi Linear, arXiv:2510.26692, section 3.2.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -144,10 +145,11 @@ def run_chunk(
     mixed = projection.rows.mixed
     window = jnp.concatenate([state.inputs, mixed])
     convolved = _convolve(window, projection.weights)
-    num_taps = state.inputs.shape[0]
-    inputs = jax.lax.dynamic_slice_in_dim(window, num, num_taps)
+    latest = functools.partial(
+        jax.lax.dynamic_slice_in_dim, window, num, state.inputs.shape[0]
+    )
     if state.matrix is None:
-        return RecurrentState(inputs, None), convolved
+        return RecurrentState(latest(), None), convolved
     token = _prepare(projection, convolved)
     is_row = jnp.arange(len(mixed), dtype=jnp.int32)[:, None, None] < num
     # Other rows neither decay the state nor write to it.
@@ -160,6 +162,7 @@ def run_chunk(
     y = jnp.moveaxis(y, 0, 1)
     if token.skipped is not None:
         y = y + token.skipped
+    inputs = latest()
     y = y.reshape(len(mixed), -1).astype(mixed.dtype)
     return RecurrentState(inputs, matrix), y
 
