@@ -135,9 +135,9 @@ def _windows(
     """
     if family.windows == "never":
         return (None,)
-    counted = {"off": "flagged", "listed": "flagged"}
-    rule = counted.get(family.windows, family.windows)
-    return tuple(read_windows(family._replace(windows=rule), raw, num_layers))
+    if family.windows in ("off", "listed"):
+        family = family._replace(windows="flagged")
+    return tuple(read_windows(family, raw, num_layers))
 
 
 _BRANCH_BY_TYPE: Mapping[str, LayerSort] = {
