@@ -114,7 +114,7 @@ class RecurrenceConfig:
     Source: gated delta rule (GDN), Yang et al. 2024, arXiv:2412.06464, section 3.1;
     Kimi delta attention (KDA), Kimi Linear, arXiv:2510.26692, section 3; Mamba 2, Dao
     and Gu 2024, arXiv:2405.21060, section 5, whose B, C and x are keys, queries and
-    values; short convolutions, LFM2, arXiv:2511.23404, section 2.
+    values; short convolutions, LFM2, arXiv:2511.23404.
     """
 
     kind: Literal["gdn", "kda", "mamba2", "conv"] = "gdn"
