@@ -134,6 +134,9 @@ def draw_config(draw: Draw, family: str) -> dict[str, Any]:
         return raw | draw_latent(draw, family, raw)
     if family in KINDS:
         ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        if family.startswith("lfm2"):
+            raw["norm_eps"] = raw.pop("rms_norm_eps")
+            del raw["hidden_act"]  # always SiLU
         is_hybrid = family in HYBRIDS
         draw_fields = draw_hybrid if is_hybrid else draw_kinds
         return raw | ids | draw_fields(draw, family, raw)

@@ -454,16 +454,15 @@ HYBRID_FAMILIES: Mapping[str, Family] = {
             "num_experts": key("experts.num_experts", default=32),
             "num_experts_per_tok": key("experts.top_k", default=4),
             "num_dense_layers": key("experts.num_dense_layers", default=2),
+            "use_expert_bias": key("experts.gate_bias", default=True),
             "norm_topk_prob": key("experts.renormalise", default=True),
             "routed_scaling_factor": key("experts.scale", default=1.0),
         },
         implied={
             **LFM2.implied,
-            "experts.gate_bias": True,
             "experts.scoring": "sigmoid",
             "experts.sum_eps": 1e-6,
         },
-        only_served={"use_expert_bias": True},
         rewrite=_rename_conv,
         aliases={"tie_embedding": "tie_word_embeddings"},
         modules={

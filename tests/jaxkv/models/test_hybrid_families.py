@@ -280,6 +280,11 @@ def test_published_keys_are_those_of_transformers_5() -> None:
     assert attention.recurrence is None
     assert configs.from_hf(configs.to_hf(attention)) == attention
 
+    plain = configs.from_hf(raw_of("lfm2_moe") | {"use_expert_bias": False})
+    assert plain.experts is not None
+    assert not plain.experts.gate_bias
+    assert configs.from_hf(configs.to_hf(plain)) == plain
+
     raw = raw_of("qwen3_next")
     del raw["layer_types"]
     raw |= {"full_attention_interval": 2, "num_hidden_layers": 4}
@@ -400,7 +405,7 @@ def test_the_text_part_of_a_model_with_images_is_read(tmp_path: Path) -> None:
             {"block_multiple_of": 0},
             "block_multiple_of=0 must be a whole number",
         ),
-        ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias=False is not"),
+        ("lfm2_moe", {"use_expert_bias": 1}, "use_expert_bias=1 must be true or fal"),
         ("granitemoehybrid", {"mamba_expand": 3}, "mamba_d_head=8 must be mamba_exp"),
         ("granitemoehybrid", {"time_step_limit": [1.0]}, "must be a list of two"),
         ("granitemoehybrid", {"time_step_limit": [2.0, 1.0]}, "must be a list of two"),
