@@ -94,6 +94,10 @@ def score(
     its derivative is that of `log_softmax(models.logits(...))`. Under `vmap` the bits
     are others.
 
+    Attention multiplies more queries at once than an engine's where a comparison on
+    this machine, made while the function is traced, shows equal bits:
+    `pallas_kernels.paged_attention.choose_run_queries` returns their number.
+
     Args:
       params: parameters of the model, as an engine takes them.
       tokens: prompt and answer of each sequence, with arbitrary padding.
@@ -274,9 +278,10 @@ def _run_tiles(
     num_rows: Int32[Array, ""],
 ) -> Float[Array, " rows"]:
     """Returns the log-probability of each row's next token."""
-    forward = PagedForward(options.config, "reproducible")
-    model = merge(options.config, params)
     size = _pass_size(options, packed.token.shape[0])
+    attend = functools.partial(pages.layout.attend, long_runs=size > ROW_TILE)
+    forward = PagedForward(options.config, "reproducible", attend=attend)
+    model = merge(options.config, params)
 
     def score_tile(tile: tuple[Array, Array]) -> Array:
         hidden, target = tile
