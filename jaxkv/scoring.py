@@ -119,9 +119,9 @@ def score(
       Log-probabilities, at least float32, 0 at the first token and at padding.
 
     Raises:
-      ValueError: the tokens are empty, the sequences exceed the model's learned
-        positions, `sampling` has penalties, or `routes` are not those of the tokens and
-        the model, see `models.check_routes`.
+      ValueError: the tokens are empty, a length in a NumPy array is out of range, the
+        sequences exceed the model's learned positions, `sampling` has penalties, or
+        `routes` are not those of the tokens and the model, see `models.check_routes`.
     """
     if sampling is not None:
         validation.instance("sampling", sampling, Sampling)
@@ -139,6 +139,11 @@ def score(
     tokens = jnp.asarray(tokens)
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1], np.int32)
+    elif isinstance(lengths, np.ndarray):
+        is_valid = (lengths >= 0) & (lengths <= tokens.shape[1])
+        if not is_valid.all():
+            wrong = lengths[~is_valid].tolist()
+            raise ValueError(f"lengths={wrong} must be in [0, {tokens.shape[1]}]")
     if routes is not None:
         models.check_routes(config, routes, tokens.shape)
         routes = jnp.asarray(routes, jnp.int32)

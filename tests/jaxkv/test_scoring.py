@@ -256,3 +256,9 @@ def test_score_refuses_what_it_cannot_score() -> None:
         )
     with pytest.raises(ValueError, match="at least one token"):
         jaxkv.score(params, tokens[:, :0], config=DENSE)
+    for wrong in (-1, 5):
+        lengths = np.array([wrong], np.int32)
+        with pytest.raises(
+            ValueError, match=rf"lengths=\[{wrong}\] must be in \[0, 4\]"
+        ):
+            jaxkv.score(params, tokens, lengths, config=DENSE)
