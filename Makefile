@@ -35,8 +35,8 @@ CHECKED := jaxkv.arrays jaxkv.clock jaxkv.decoding jaxkv.disaggregation jaxkv.en
     jaxkv.sampling jaxkv.scheduling jaxkv.server jaxkv.serving jaxkv.simulation \
     jaxkv.speculation jaxkv.text jaxkv.validation jaxkv.verification jaxkv.workloads pallas_kernels \
     scaling.calibration scaling.corpora scaling.costs scaling.curves scaling.fits \
-    scaling.frontiers scaling.laws scaling.logs scaling.plan scaling.policy \
-    scaling.shapes scaling.sweeps scaling.training
+    scaling.forecasts scaling.frontiers scaling.laws scaling.logs scaling.plan \
+    scaling.policy scaling.shapes scaling.sweeps scaling.training
 comma := ,
 space := $(subst ,, )
 TYPE_FLAG = $(if $(TYPE_CHECKS),--jaxtyping-packages=$(subst $(space),$(comma),$(strip $(CHECKED)))$(comma)beartype.beartype)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from scaling import costs as costs
     from scaling import curves as curves
     from scaling import fits as fits
+    from scaling import forecasts as forecasts
     from scaling import frontiers as frontiers
     from scaling import laws as laws
     from scaling import logs as logs

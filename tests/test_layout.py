@@ -47,7 +47,7 @@ LAYERS = {
     "scaling": (
         "shapes laws corpora",
         "logs costs fits",
-        "frontiers training plan calibration curves",
+        "frontiers training plan calibration curves forecasts",
         "sweeps policy",
         "cli",
     ),

@@ -22,5 +22,14 @@ if TYPE_CHECKING:
     from scaling.logs.files import CURVES, RUNS, read_log_text
     from scaling.logs.log import Log, read_log
     from scaling.logs.rules import mentions
+    from scaling.logs.run_sizes import RunSize, parse_run_size
+    from scaling.logs.task_runs import (
+        LADDER_TASKS,
+        DownstreamTask,
+        TaskRuns,
+        parse_task,
+        read_task_runs,
+    )
+    from scaling.logs.tuned_runs import TunedCell, TunedColumns, read_tuned_runs
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

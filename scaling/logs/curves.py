@@ -196,15 +196,5 @@ def _read(
     name = roles.get(meaning)
     if name is None:
         return 1.0
-    cell = row.cells.get(name)
-    where = f"{table.path}: {row.place}: {name}"
-    if cell is None or str(cell).strip() == "":
-        raise ValueError(f"{where} is missing")
-    value = rules.parse_number(cell, 1.0)
-    if value is None or not math.isfinite(value):
-        raise ValueError(f"{where}={cell!r} must be a finite number")
-    if value < low or (is_open and value == low):
-        bracket = "(" if is_open else "["
-        more = ": steps of a curve must ascend" if meaning == "step" and low else ""
-        raise ValueError(f"{where}={value:g} must be in {bracket}{low:g}, inf){more}")
-    return value
+    hint = ": steps of a curve must ascend" if meaning == "step" and low else ""
+    return files.read_number(table, row, name, low, is_open=is_open, hint=hint)

@@ -1,5 +1,6 @@
 """Logs of training runs on disk: a table, or the folder of a sweep."""
 
+import math
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from jaxkv.files import Cell as Cell
 from jaxkv.files import RaggedError, read_decompressed_text, read_table
 from jaxkv.files import RawRow as RawRow
 from jaxkv.files import RawTable as RawTable
+from scaling.logs import rules
 
 RUNS = "runs.jsonl"
 """File of a sweep's folder with a line for each run."""
@@ -38,3 +40,38 @@ def read_log_table(path: Path) -> RawTable:
 def read_log_text(path: str | os.PathLike[str]) -> str:
     """Reads text of at most `MAX_FILE_BYTES`; see `tables.read_decompressed_text`."""
     return read_decompressed_text(path, max_bytes=MAX_FILE_BYTES)
+
+
+def read_number(
+    table: RawTable,
+    row: RawRow,
+    name: str,
+    low: float = 0.0,
+    *,
+    is_open: bool = True,
+    hint: str = "",
+) -> float:
+    """Reads a finite number of a row, above `low`, or at least `low` if not `is_open`.
+
+    Args:
+      table: the table.
+      row: a row of it.
+      name: the column.
+      low: lower end of the range.
+      is_open: False includes the lower end.
+      hint: text after the message about the range.
+
+    Raises:
+      ValueError: the cell is missing, no number, or outside its range.
+    """
+    cell = row.cells.get(name)
+    where = f"{table.path}: {row.place}: {name}"
+    if cell is None or str(cell).strip() == "":
+        raise ValueError(f"{where} is missing")
+    value = rules.parse_number(cell, 1.0)
+    if value is None or not math.isfinite(value):
+        raise ValueError(f"{where}={cell!r} must be a finite number")
+    if value < low or (is_open and value == low):
+        bracket = "(" if is_open else "["
+        raise ValueError(f"{where}={value:g} must be in {bracket}{low:g}, inf){hint}")
+    return value

@@ -21,6 +21,7 @@ from scaling import (
     costs,
     curves,
     fits,
+    forecasts,
     frontiers,
     laws,
     logs,
@@ -71,6 +72,22 @@ CURVE_FIT = curves.CurveFit(
     {},
     [],
 )
+RUN_SIZE = logs.RunSize(1e9, 2e10)
+TUNED = logs.TunedCell(RUN_SIZE, COLUMN, COLUMN, COLUMN, False)
+POWER = forecasts.PowerPair(1.0, 0.1, 0.1)
+SURFACE = forecasts.RateBatchFit(
+    POWER,
+    POWER,
+    forecasts.Valley(0.1, 0.0, 0.1, 0.0),
+    {RUN_SIZE: 2.0},
+    ((POWER, POWER),) * 5,
+    (0.1, 0.1),
+    1e-3,
+    5,
+    [],
+)
+PAIR = {"rate": 1.0, "batch": 1.0}
+TASK_FORECASTS = forecasts.TaskForecasts({}, (), 0.1, 0.1, 5, 1e20, [])
 OFFERS = [plan.parse_offer("a100:4:312"), plan.parse_offer("v100:2.5:125")]
 STAGE = calibration.read_measured_stages(GOLDEN / "vllm_stages.csv")[0]
 COEFFICIENTS = calibration.draw_coefficients(np.zeros((1, len(calibration.PRIOR))))
@@ -315,6 +332,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "data": data,
             "level": 0.9,
         },
+        "fits.join_groups": {"law": laws.CHINCHILLA, "num_groups": 2},
         "fits.make_observations": {
             "law": laws.CHINCHILLA,
             "data": data,
@@ -332,6 +350,19 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "result": result,
             "data": data,
             "interval": "prediction",
+            "level": 0.9,
+        },
+        "forecasts.lost_by_miss": {"fit": SURFACE, "size": RUN_SIZE} | PAIR,
+        "forecasts.nearest_run": {"cell": TUNED} | PAIR,
+        "forecasts.predict_rate_batch": {
+            "fit": SURFACE,
+            "size": RUN_SIZE,
+            "level": 0.9,
+        },
+        "forecasts.predict_tasks": {
+            "forecasts": TASK_FORECASTS,
+            "num_params": COLUMN,
+            "num_tokens": COLUMN,
             "level": 0.9,
         },
         "curves.predict_curve": {
@@ -390,6 +421,18 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         "plan.best_offer": {"offers": OFFERS, "mfu": 0.4},
         "plan.budget_loss": {"powers": POWERS, "num_params": 1e9, "num_tokens": 1e10},
         "plan.cheapest_model": TARGET,
+        "plan.choose_next_runs": {
+            "answer": np.array([0.0, 1.0, 3.0]),
+            "log_losses": np.array([[0.0], [1.0], [2.0]]),
+            "noise_variance": np.ones(1),
+            "flops": np.ones(1),
+            "budget": 2.0,
+        },
+        "plan.evidence_variance": {
+            "noise": 1e-4,
+            "flops": np.ones(1),
+            "target": 2.0,
+        },
         "plan.closed_form_ladder": {
             "num_params": LADDER.num_params,
             "inference_tokens": 1e9,

@@ -2,7 +2,9 @@
 
 Fits laws to a log, scores each on held-out runs, and compares the optimum that each law
 implies with the optima of isoFLOP curves and training curves. With `--law schedule`,
-the log has whole training curves (`scaling.cli.curves`).
+the log has whole training curves (`scaling.cli.curves`); with `--law downstream` or
+`--law hyperparameters`, metrics of tasks, or learning rates and batch sizes
+(`scaling.cli.forecasts`).
 """
 
 import dataclasses
@@ -16,6 +18,20 @@ from scaling.cli.curves import CurveFitConfig, curve_experiment, names_curve_law
 from scaling.cli.fit import drawing, fitting, report
 from scaling.cli.fit.config import FitConfig
 from scaling.cli.fit.result import LogFits
+from scaling.cli.forecasts import (
+    DOWNSTREAM,
+    HYPERPARAMETERS,
+    DownstreamConfig,
+    HyperparameterConfig,
+    downstream_experiment,
+    hyperparameter_experiment,
+)
+
+_SPECIAL_LAWS = {
+    DOWNSTREAM: (DownstreamConfig, downstream_experiment),
+    HYPERPARAMETERS: (HyperparameterConfig, hyperparameter_experiment),
+}
+"""Config and experiment of laws with logs of their own."""
 
 
 def main(args: list[str]) -> CommandOutput:
@@ -30,7 +46,9 @@ def main(args: list[str]) -> CommandOutput:
     law = value_of(flags, "--law") or ""
     if file is not None:
         law = law or str(files.read_json(file).get("law", ""))
-    kind = CurveFitConfig if names_curve_laws(law) else FitConfig
+    kind = _SPECIAL_LAWS.get(law.strip(), (FitConfig,))[0]
+    if names_curve_laws(law):
+        kind = CurveFitConfig
     base = kind(log=log)
     if file is not None:
         base = config_loads(kind, files.read_text(file), file)
@@ -40,7 +58,8 @@ def main(args: list[str]) -> CommandOutput:
         flags,
         "jaxkv fit LOG",
         "LOG is a CSV or JSON, gzipped or not, or the folder of a sweep; with --law "
-        "schedule a table of training curves.",
+        "schedule a table of training curves, with --law downstream of runs with "
+        "metrics of tasks, with --law hyperparameters of runs with rates and batches.",
         "LOG/fit for a sweep, or a new one under runs/",
     )
     if not config.log:
@@ -48,6 +67,10 @@ def main(args: list[str]) -> CommandOutput:
     if isinstance(config, CurveFitConfig):
         experiment = curve_experiment(config.log)
         return run_study(experiment, config, out, max_seconds).lift_metrics()
+    for kind, make_experiment in _SPECIAL_LAWS.values():
+        if isinstance(config, kind):
+            experiment = make_experiment(config.log)
+            return run_study(experiment, config, out, max_seconds).lift_metrics()
     is_sweep = out is None and Path(config.log).is_dir()
     if is_sweep:
         out = Path(config.log) / "fit"

@@ -1,0 +1,30 @@
+"""Forecasts of larger runs: downstream accuracy, the best learning rate and batch."""
+
+from typing import TYPE_CHECKING
+
+from pallas_kernels.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from scaling.forecasts.rate_batch import (
+        STEP_LAW_BATCH,
+        STEP_LAW_RATE,
+        PowerPair,
+        RateBatchFit,
+        RateBatchPrediction,
+        Valley,
+        copied_pair,
+        fit_lowest_losses,
+        fit_rate_batch,
+        lost_by_miss,
+        mean_pair,
+        nearest_run,
+        predict_rate_batch,
+    )
+    from scaling.forecasts.task_accuracy import (
+        TaskForecasts,
+        TaskPrediction,
+        fit_tasks,
+        predict_tasks,
+    )
+
+__all__, __getattr__, __dir__ = lazy_exports(__name__)
