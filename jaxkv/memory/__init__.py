@@ -99,6 +99,7 @@ if TYPE_CHECKING:
         FIFO,
         LFU,
         LRU,
+        MAX_RATE_MS,
         Eviction,
         LinearEviction,
         Releases,

@@ -59,7 +59,7 @@ RULES: tuple[dict[str, float], ...] = (
     {},
     {"new_tokens": 1.0},
     {"new_tokens": 1.0, "session_ms": 1.0},
-    {"new_tokens": 1.0, "page_ms": -1.0},
+    {"new_tokens": 1.0, "priority": -0.3},
     {"new_tokens": 1.0, "cached_tokens": -0.2},
     {"predicted_tokens": 1.0},
     {"younger": 1.0},
@@ -69,9 +69,9 @@ RULES: tuple[dict[str, float], ...] = (
     {"priority": 1.0},
     {"priority": -1.0, "priority_ms": 1.0},
 )
-"""Rules of the first stage: first come; fewest new tokens, with three rules of
-eviction; shortest context; oldest job; longest cached prefix; least and most attained
-job."""
+"""Rules of the first stage: first come; fewest new tokens, with the most attained job
+or the longest cached prefix or eviction of the youngest job first; shortest context;
+oldest job; longest cached prefix; least and most attained job."""
 
 
 class Config(lab.ConfigRecord):
@@ -79,9 +79,9 @@ class Config(lab.ConfigRecord):
 
     traffics: tuple[str, ...] = tuple(TRAFFICS)
     """Traffics of sessions, names of `loads.TRAFFICS`."""
-    jobs_per_s: lab.PositiveFloats = (0.4, 0.16, 0.2, 1.0)
+    jobs_per_s: lab.PositiveFloats = (0.8, 0.32, 0.32, 1.8)
     """Rate of each traffic in sessions per second."""
-    num_jobs: lab.PositiveInt = 24
+    num_jobs: lab.PositiveInt = 32
     """Sessions of an hour: its length is that of their arrivals and answers."""
     recorded: tuple[str, ...] = ("azure_conv", "azure_code")
     """Recorded traces in the folder JAXKV_DATA; absent ones are skipped."""
@@ -501,7 +501,7 @@ def _search(
     progress: lab.Progress,
 ) -> dict[str, Rules]:
     """Runs both searches on the train hours, and selects on the validation hours."""
-    plain = [Rules(linear_score())]
+    plain = [Rules(linear_score(), linear_eviction())]
     train = family.split.hours("train")
     by_traffic: dict[str, list[Hour]] = {}
     for hour in train:
@@ -603,7 +603,8 @@ def _test(
     """Simulates the winners and the policies of the library on the test hours."""
     scores = dict(chosen)
     if family.name == "sessions":
-        scores[OLDEST] = Rules(linear_score(admission={"younger": 1.0}))
+        oldest = linear_score(admission={"younger": 1.0})
+        scores[OLDEST] = Rules(oldest, linear_eviction())
     rows: list[lab.Row] = []
     for test, split in (("test", family.split), ("transfer", family.transfer)):
         hours = split.hours("test")
@@ -711,7 +712,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
 
 
 CLAIMS_OF_FAMILY = {
-    "sessions": ("agents_shipped", "agents_random", "agents_transfer"),
+    "sessions": ("sessions_shipped", "sessions_random", "sessions_transfer"),
     "recorded": ("recorded_shipped", "recorded_random", "recorded_transfer"),
 }
 """Claims about the best shipped policy, random search and another rate."""
@@ -731,7 +732,7 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
         )
         if traffic != "all"
     ]
-    yield lab.measured("agents_reduced", sum(reduced))
+    yield lab.measured("sessions_reduced", sum(reduced))
     for family in ratios.distinct("family"):
         ours = ratio_of(ratios, family, "test", "all", FOUND)
         name = best_shipped(ratios, family, "test")

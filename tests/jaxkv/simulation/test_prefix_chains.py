@@ -1,5 +1,8 @@
 """The cache of counted prefixes equals the engine's, and a plain loop over pages."""
 
+import inspect
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -81,16 +84,15 @@ def test_wrong_chains_and_rules_are_refused() -> None:
     after = np.array([[-1], [0]])
     prompt = np.array([3, 5])
     output = np.array([2, 1])
+    make: Any = inspect.unwrap(make_workload)
     for arguments, line in (
-        ({"after": after}, r"request 1 has prompt=5, not above its chain's tokens"),
+        ({"after": after}, r"request 1: has prompt=5, not above its chain's tokens"),
         ({}, "must be after the request before it in chain 0"),
         ({"samples": 2, "after": after}, "has samples=2, which must be 1"),
         ({"context": np.zeros(2, int), "after": after}, "context must be None"),
     ):
         with pytest.raises(ValueError, match=line):
-            make_workload(
-                np.zeros(2), prompt, output, chain=np.zeros(2, int), **arguments
-            )
+            make(np.zeros(2), prompt, output, chain=np.zeros(2, int), **arguments)
     w = make_workload(np.zeros(2), prompt + 1, output, chain=np.arange(2))
     capacity = Capacity.of(num_pages=8)
     member = SimulationMember(w, capacity, scheduling.fcfs(), COST, None, None, FIFO())
