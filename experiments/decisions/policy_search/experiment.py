@@ -159,7 +159,7 @@ CONFIGS = {
         verified_loads=1,
     ),
     "cpu": Config(),
-    "quick": Config(generations=8, verified_loads=2),
+    "quick": Config(generations=12, verified_loads=2),
 }
 
 
@@ -298,6 +298,7 @@ class Simulator:
                 simulation.stack(members),
                 max_slots=config.max_num_seqs,
                 head=config.head,
+                steps_per_call=256,
                 progress=progress,
             )
             arrays += [
