@@ -12,7 +12,6 @@ from experiments.decisions.policy_search import experiment, loads
 from experiments.decisions.policy_search.experiment import Config, HourMetrics
 from experiments.decisions.policy_search.loads import Hour, HourSplit
 from experiments.decisions.policy_search.optimizer import CMASearch, RandomSearch
-from jaxkv.memory import LinearEviction
 from jaxkv.scheduling import (
     LinearScore,
     find_eviction,
@@ -94,31 +93,24 @@ def test_hours_tell_a_policy_only_the_past() -> None:
 
 
 def test_the_objective_is_zero_for_the_base_and_weights_its_terms() -> None:
-    base = [HourMetrics(*np.array([[10.0], [20.0], [0.8]]), 1.0)] * 2
+    base = [HourMetrics(*np.array([[10.0], [20.0], [0.8]]))] * 2
     assert experiment.search_objective(SMOKE, base, base).tolist() == [0.0]
-    ours = [HourMetrics(*np.array([[9.0], [30.0], [0.9]]), 1.0), base[0]]
+    ours = [HourMetrics(*np.array([[9.0], [30.0], [0.9]])), base[0]]
     expected = math.log(0.9) - 0.2 * 0.1 + 0.1 * math.log(1.5)
     [value] = experiment.search_objective(SMOKE, ours, base)
     assert value == pytest.approx(expected / 2)
 
 
-def rules_at(point: np.ndarray) -> tuple[LinearScore, LinearEviction]:
-    policy, eviction = experiment.rules_of(point)
-    assert isinstance(policy, LinearScore)
-    assert isinstance(eviction, LinearEviction)
-    return policy, eviction
-
-
 def test_points_are_rules() -> None:
-    plain, lru = rules_at(np.zeros(experiment.POINT_SIZE))
+    plain, lru = experiment.rules_of(np.zeros(experiment.POINT_SIZE))
     assert not plain.admission.any()
     assert (int(plain.age_per_s), int(plain.chunk_size)) == (1, 2048)
     assert [int(x) for x in lru] == [100, 0, 0, 0]
-    far, evicts = rules_at(np.full(experiment.POINT_SIZE, 50.0))
+    far, evicts = experiment.rules_of(np.full(experiment.POINT_SIZE, 50.0))
     assert (int(far.age_per_s), int(far.chunk_size)) == (999, 2048)
     assert [int(x) for x in evicts] == [100, 10_000, 500, 200]
     rule = {"younger": 1.0, "session_ms": 1.0}
-    oldest, young = rules_at(experiment.point_of(rule))
+    oldest, young = experiment.rules_of(experiment.point_of(rule))
     same = linear_score(admission={"younger": 1.0}, age_per_s=0.01, chunk_size=2048)
     for ours, theirs in zip(oldest, same, strict=True):
         np.testing.assert_array_equal(ours, theirs)
