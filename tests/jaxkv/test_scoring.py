@@ -76,22 +76,27 @@ def test_the_order_of_requests_changes_no_bit(load: str) -> None:
 @pytest.mark.parametrize(
     ("family", "dtype", "setup"),
     [
-        ("dense", "bfloat16", SETUP),
-        ("dense", "float32", SETUPS["swap"]),
         ("dense", "bfloat16", setup_of("large pages", num_pages=6)),
-        ("dense", "float32", SETUPS["small pages"]),
-        ("dense", "float32", SETUPS["drafts"]),
+        ("dense", "float32", SETUPS["swap"]),
         ("dense", "bfloat16", setup_of(max_drafts=3)._replace(method="early-exit")),
         ("experts", "float32", SETUP),
-        ("experts", "bfloat16", setup_of(page_size=16, num_pages=20)),
-        ("latent", "float32", SETUP),
         (
             "latent",
             "float32",
             setup_of("swap", max_drafts=2)._replace(method="ngram"),
         ),
-        ("window", "float32", setup_of(token_budget=70)),
         ("window", "bfloat16", SETUP),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("dense", "bfloat16", SETUP),
+                ("dense", "float32", SETUPS["small pages"]),
+                ("dense", "float32", SETUPS["drafts"]),
+                ("experts", "bfloat16", setup_of(page_size=16, num_pages=20)),
+                ("latent", "float32", SETUP),
+                ("window", "float32", setup_of(token_budget=70)),
+            )
+        ),
     ],
 )
 def test_any_engine_reports_the_bits_of_score(

@@ -16,12 +16,24 @@ SWAPPING = dataclasses.replace(engines.TIGHT, max_swap_pages=24)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kinds", [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize(
-    "config", [SWAPPING, engines.CACHED], ids=["swapping", "cached"]
+    ("config", "kinds"),
+    [
+        (SWAPPING, (True, False)),
+        (engines.CACHED, (False, True)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (SWAPPING, (False, True)),
+                (SWAPPING, (False, False)),
+                (engines.CACHED, (True, False)),
+                (engines.CACHED, (False, False)),
+            )
+        ),
+    ],
 )
 def test_steps_of_fewer_kinds(
-    kinds: tuple[bool, bool], config: jaxkv.EngineConfig
+    config: jaxkv.EngineConfig, kinds: tuple[bool, bool]
 ) -> None:
     """Serves random requests by both programs, with preemptions."""
     smaller = RequestKinds(*kinds)

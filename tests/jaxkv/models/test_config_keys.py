@@ -411,8 +411,10 @@ def test_random_configs_load_or_fail_in_one_line(name: str) -> None:
     raw = config_of(name)
     keys = {*KEYS[name], *positions.ROPE_KEYS, *windows.WINDOW_KEYS, "unknown"}
     num_refused = 0
-    for key in keys:
-        for value in STRANGE:
+    # Families share the readers of most keys: a third of the values for each key.
+    step = 1 if name == "llama" else 3
+    for place, key in enumerate(sorted(keys)):
+        for value in STRANGE[place % step :: step]:
             try:
                 configs.from_hf(raw | {key: value})
             except ValueError as error:
