@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         replace_tokens,
     )
     from jaxkv.memory.prefixes.prefix_eviction import (
+        CLOCK_SECONDS,
         FIFO,
         LFU,
         LRU,

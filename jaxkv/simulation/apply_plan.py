@@ -18,7 +18,7 @@ from jaxkv.ledger import (
 )
 from jaxkv.memory import missing_pages, own_tokens, pages_for
 from jaxkv.scheduling import Counts, Plan, RequestAttributes
-from jaxkv.simulation import contiguous, counted_pages, prefix_chains
+from jaxkv.simulation import contiguous, counted_pages
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.counted_pages import CountedPages
 from jaxkv.simulation.state import Capacity, Simulation
@@ -141,7 +141,7 @@ def observe_simulation(
     )
     pages = CountedPages(waiting.swapped_tokens, waiting.swapped_tokens, None)
     if (cache := state.prefixes) is not None:
-        cached = prefix_chains.match_chains(
+        cached = counted_pages.match_chains(
             cache, w, request, waiting.num_to_feed, slots, size
         )
         pages = CountedPages(cached[:, None], cached[:, None], None)

@@ -9,10 +9,9 @@ from jaxkv import arrays, ledger, validation
 from jaxkv.ledger import Ledger
 from jaxkv.memory import max_pages
 from jaxkv.scheduling import NO_LIMIT, Policy, holds_finished
-from jaxkv.simulation import contiguous, prefix_chains, sessions
+from jaxkv.simulation import contiguous, counted_pages, sessions
 from jaxkv.simulation.contiguous import Reservation
-from jaxkv.simulation.counted_pages import CountedPages
-from jaxkv.simulation.prefix_chains import PrefixChains
+from jaxkv.simulation.counted_pages import CountedPages, PrefixChains
 from jaxkv.simulation.sessions import SessionState
 from jaxkv.workloads import Workload
 
@@ -189,5 +188,5 @@ def init_simulation(
         ),
         num_served=jnp.sum(fits, dtype=jnp.int32),
         sessions=sessions.init_sessions(w, fits),
-        prefixes=prefix_chains.init_chains(w),
+        prefixes=counted_pages.init_chains(w),
     )

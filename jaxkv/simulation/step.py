@@ -26,7 +26,6 @@ from jaxkv.simulation import (
     apply_plan,
     contiguous,
     counted_pages,
-    prefix_chains,
     sessions,
 )
 from jaxkv.simulation.acceptance import Acceptance, emit_tokens, wanted_draft_lengths
@@ -126,7 +125,7 @@ def simulate_step(
       The new state, and the information about the step.
     """
     state, workload, capacity = arrays.to_jax_arrays((state, workload, capacity))
-    prefix_chains.check_eviction(eviction)
+    counted_pages.check_eviction(eviction)
     it = SimulationMember(
         workload, capacity, policy, cost, reservation, acceptance, eviction
     )
@@ -191,7 +190,7 @@ def _step(
         num_idle = jnp.sum(cache.idle, dtype=jnp.int32)
         missing = granted.used_pages + num_idle - it.capacity.num_pages
         missing = jnp.where(granted.enough, missing, num_idle)
-        state = state._replace(prefixes=prefix_chains.evict_chains(cache, missing))
+        state = state._replace(prefixes=counted_pages.evict_chains(cache, missing))
     state, work, draws = _feed(state, granted, batch)
     state, emission = _emit(state, granted, batch, draws, it.acceptance, max_samples)
     work = work._replace(
@@ -253,7 +252,7 @@ def _plan(
     if (cache := state.prefixes) is not None:
         num_pages = counts.waiting_cached // it.capacity.page_size
         num_pages = jnp.where(admitted.admitted, num_pages, 0)
-        cache = prefix_chains.use_chains(
+        cache = counted_pages.use_chains(
             cache, it.workload, observation.head.request, num_pages
         )
         state = state._replace(prefixes=cache)
@@ -269,7 +268,7 @@ def _release_pages(
 ) -> Simulation:
     """Moves the full pages of released slots to the prefix cache."""
     assert state.prefixes is not None
-    cache = prefix_chains.release_chains(
+    cache = counted_pages.release_chains(
         state.prefixes,
         it.workload,
         request,
@@ -503,6 +502,7 @@ def _retire(
     )
 
 
+@validation.checks_numbers()
 def simulate_steps(
     state: Simulation,
     workload: Workload,
@@ -526,7 +526,7 @@ def simulate_steps(
       The new state, and the `SimulatedStep` of all steps, stacked.
     """
     state, workload, capacity = arrays.to_jax_arrays((state, workload, capacity))
-    prefix_chains.check_eviction(eviction)
+    counted_pages.check_eviction(eviction)
     it = SimulationMember(
         workload, capacity, policy, cost, reservation, acceptance, eviction
     )
@@ -578,7 +578,7 @@ def simulate_workload(
         reservation=reservation,
     )
     workload, capacity = arrays.to_jax_arrays((workload, capacity))
-    prefix_chains.check_eviction(eviction)
+    counted_pages.check_eviction(eviction)
     it = SimulationMember(
         workload, capacity, policy, cost, reservation, acceptance, eviction
     )

@@ -32,8 +32,8 @@ _NUM_CHAINS = 8
 _TURNS = 3
 _VOCAB = 4099
 """Large enough that two sequences rarely sample the same token."""
-_HEAD = 6
-_CONFIG = EngineConfig(
+_CHAIN_HEAD = 6
+_CHAIN_CONFIG = EngineConfig(
     num_pages=17,
     page_size=4,
     max_slots=9,
@@ -42,7 +42,7 @@ _CONFIG = EngineConfig(
     queue_capacity=_NUM_CHAINS * _TURNS,
     token_budget=24,
     submit_width=_NUM_CHAINS * _TURNS,
-    queue_head=_HEAD,
+    queue_head=_CHAIN_HEAD,
     prefix_cache=True,
     max_stop_tokens=1,
     debug=True,
@@ -118,12 +118,12 @@ def replay_chains(
     w = draw_chains(seed)
     w = w._replace(limit=w.prompt + w.output)
     capacity = Capacity.of(
-        num_pages=_CONFIG.num_pages,
-        page_size=_CONFIG.page_size,
-        max_length=_CONFIG.max_length,
-        token_budget=_CONFIG.token_budget,
+        num_pages=_CHAIN_CONFIG.num_pages,
+        page_size=_CHAIN_CONFIG.page_size,
+        max_length=_CHAIN_CONFIG.max_length,
+        token_budget=_CHAIN_CONFIG.token_budget,
     )
-    state = init_simulation(w, capacity, policy, max_slots=9, head=_HEAD)
+    state = init_simulation(w, capacity, policy, max_slots=9, head=_CHAIN_HEAD)
     parts = []
     while int(state.num_done) < int(state.num_served):
         state, infos = _simulate(
@@ -133,15 +133,15 @@ def replay_chains(
             policy=policy,
             cost=_StepCost(jnp.float32(0.01)),
             num_steps=64,
-            head=_HEAD,
+            head=_CHAIN_HEAD,
             eviction=eviction,
         )
         parts.append(jax.tree.map(np.asarray, infos))
     pages = make_pages(
         num_layers=1,
-        num_pages=_CONFIG.num_pages,
+        num_pages=_CHAIN_CONFIG.num_pages,
         num_kv_heads=1,
-        page_size=_CONFIG.page_size,
+        page_size=_CHAIN_CONFIG.page_size,
         head_dim=1,
         dtype="float32",
     )
@@ -149,8 +149,8 @@ def replay_chains(
         w,
         parts,
         policy,
-        _CONFIG,
-        requests=engine_requests(w, _CONFIG, seed=seed, vocab_size=_VOCAB),
+        _CHAIN_CONFIG,
+        requests=engine_requests(w, _CHAIN_CONFIG, seed=seed, vocab_size=_VOCAB),
         model=(None, _forward, pages),
         eviction=eviction,
     )

@@ -20,6 +20,7 @@ from jaxkv import arrays, memory
 from jaxkv.engine.paging import recurrent_states, window_pages
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import (
+    CLOCK_SECONDS,
     NO_PAGE,
     Eviction,
     Pool,
@@ -34,9 +35,6 @@ from jaxkv.memory import (
     mark_used,
     release_counted,
 )
-
-_CLOCK_SECONDS = 500_000
-"""Seconds after which the clock of `Releases` restarts, so that ms fit into 2^29."""
 
 
 class PrefixMatch(NamedTuple):
@@ -199,7 +197,7 @@ def _releases(state: EngineState) -> Releases:
     seconds, micros = state.ledger.clock
     none = jnp.zeros_like(sequence)
     return Releases(
-        now_ms=none + seconds % _CLOCK_SECONDS * 1000 + micros // 1000,
+        now_ms=none + seconds % CLOCK_SECONDS * 1000 + micros // 1000,
         session=s.attributes.session[sequence],
         priority=s.attributes.priority[sequence],
         num_pages=none,

@@ -24,6 +24,9 @@ from jaxkv.memory.prefixes import idle_pages, prefix_cache
 from jaxkv.memory.prefixes.idle_pages import EVICTION_CHUNK, IdlePages
 from jaxkv.memory.prefixes.prefix_cache import PrefixCache
 
+CLOCK_SECONDS = 500_000
+"""Seconds after which the clock of `Releases` restarts, so that ms fit into 2^29."""
+
 
 class Releases(NamedTuple):
     """Requests that release pages, for rules that read them."""
@@ -133,7 +136,7 @@ class LinearEviction(NamedTuple):
         return jnp.broadcast_to(rank, uses.last_used.shape)
 
 
-_RATES_MS = (-MAX_RATE_MS, MAX_RATE_MS + 1)
+_RATES_MS = f"[-{MAX_RATE_MS}, {MAX_RATE_MS}]"
 
 
 @validation.checks_numbers(
@@ -142,11 +145,11 @@ _RATES_MS = (-MAX_RATE_MS, MAX_RATE_MS + 1)
 def linear_eviction(
     *,
     recency: int | float = 1.0,
-    session_ms: int = 0,
-    priority_ms: int = 0,
-    page_ms: int = 0,
+    session_ms: int | float = 0,
+    priority_ms: int | float = 0,
+    page_ms: int | float = 0,
 ) -> LinearEviction:
-    """Makes a `LinearEviction`; the default is LRU by time.
+    """Makes a `LinearEviction`; the default is LRU by time. Rates are rounded.
 
     Args:
       recency: weight of the time of the last release, in [0, 1], in hundredths.
@@ -157,8 +160,8 @@ def linear_eviction(
     Raises:
       ValueError: a value is out of its range.
     """
-    numbers = round(100 * recency), session_ms, priority_ms, page_ms
-    return LinearEviction(*(jnp.asarray(x, jnp.int32) for x in numbers))
+    numbers = 100 * recency, session_ms, priority_ms, page_ms
+    return LinearEviction(*(jnp.asarray(round(x), jnp.int32) for x in numbers))
 
 
 def mark_idle(

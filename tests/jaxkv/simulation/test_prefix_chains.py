@@ -10,8 +10,8 @@ import pytest
 from jaxkv import scheduling, simulation
 from jaxkv.memory import FIFO, linear_eviction
 from jaxkv.scheduling import linear_score
-from jaxkv.simulation import Capacity, SimulationMember, prefix_chains
-from jaxkv.simulation.prefix_chains import PrefixChains
+from jaxkv.simulation import Capacity, SimulationMember, counted_pages
+from jaxkv.simulation.counted_pages import PrefixChains
 from jaxkv.verification import find_difference, replay_chains
 from jaxkv.workloads import make_workload
 from tests.support.simulations import COST
@@ -76,7 +76,7 @@ def test_eviction_equals_a_loop_over_pages() -> None:
         cache = PrefixChains(
             jnp.asarray(idle, "int32"), jnp.asarray(rank, "int32"), jnp.int32(0)
         )
-        left = prefix_chains.evict_chains(cache, jnp.int32(num))
+        left = counted_pages.evict_chains(cache, jnp.int32(num))
         assert left.idle.tolist() == evict_page_by_page(idle, rank, num)
 
 
