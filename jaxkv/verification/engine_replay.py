@@ -249,7 +249,7 @@ class _SessionClient:
 
     def _tokens(self, state: EngineState, i: int) -> jax.Array:
         """Returns the prompts; that of a chain starts with the request before it."""
-        tokens = self._requests.tokens
+        tokens = jnp.asarray(self._requests.tokens)
         if self._chain is None:
             return tokens
         before = [k for k in self._rows if self._chain[k] == self._chain[i]]
@@ -258,7 +258,7 @@ class _SessionClient:
             num = int(self._requests.prompt_length[self._ends[before[-1]] - 1])
             num += int(self._outputs[before[-1]])
             prefix = np.asarray(state.sequences.tokens)[row, :num]
-            tokens = jnp.asarray(tokens).at[self._ends[i] - 1, :num].set(prefix)
+            tokens = tokens.at[self._ends[i] - 1, :num].set(prefix)
             self._requests = self._requests._replace(tokens=tokens)
         return tokens
 
