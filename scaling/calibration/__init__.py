@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         LOOP_LATENCIES,
         POWER_DISCREPANCY,
         ROOFLINE_LOOP,
+        TAIL_DISCREPANCY,
         LoopCalibration,
         RowGain,
         ServerPrediction,
@@ -82,6 +83,12 @@ if TYPE_CHECKING:
         digest_split,
         find_implausible_servers,
         split_servers,
+    )
+    from scaling.calibration.closed_loops.token_tails import (
+        TAIL_LEVELS,
+        TokenTail,
+        fit_token_tail,
+        predict_token_tails,
     )
     from scaling.calibration.load_sizes import (
         EXTRAPOLATION,

@@ -125,7 +125,8 @@ def read_measured_stages(path: str | os.PathLike[str]) -> tuple[MeasuredStage, .
     if not table.rows:
         raise ValueError(f"{path}: has no rows")
     has_latencies = any(name in table.names for name in _LATENCY_COLUMNS)
-    needed = (*_MEASUREMENT_COLUMNS, *(_LATENCY_COLUMNS if has_latencies else ()))
+    measured = (*_REQUEST_COLUMNS, *_LATENCY_COLUMNS) if has_latencies else ()
+    needed = (*_MEASUREMENT_COLUMNS, *measured)
     if missing := [name for name in needed if name not in table.names]:
         raise ValueError(f"{path}: lacks the columns {', '.join(missing)}")
     stages: dict[str, MeasuredStage] = {}
@@ -193,10 +194,10 @@ _MEASUREMENT_COLUMNS = (
     *("question_tokens", "answer_tokens"),
 )
 _LATENCY_NAMES = ("e2e_s", "ttft_s", "tpot_s")
-_LATENCY_COLUMNS = (
-    *("successes", "failures"),
-    *(f"{kind}_{x}" for kind in _LATENCY_NAMES for x in LatencySummary._fields),
+_LATENCY_COLUMNS = tuple(
+    f"{kind}_{x}" for kind in _LATENCY_NAMES for x in LatencySummary._fields
 )
+_REQUEST_COLUMNS = ("successes", "failures")
 
 
 class RowCells(NamedTuple):
@@ -308,8 +309,8 @@ def _read_stage(table: RawTable, row: RawRow, has_latencies: bool) -> MeasuredSt
         answer_tokens=answer,
         prompt_tokens=mean,
         max_prompt_tokens=longest,
-        successes=c.integer("successes", low=0) if has_latencies else 0,
-        failures=c.integer("failures", low=0) if has_latencies else 0,
+        successes=c.integer("successes", low=0, default=None if has_latencies else 0),
+        failures=c.integer("failures", low=0, default=None if has_latencies else 0),
         end_to_end_s=latencies[0],
         first_token_s=latencies[1],
         inter_token_s=latencies[2],

@@ -229,6 +229,8 @@ _OTHER_NAMES = {
     "b300-sxm": "b300",
     "gb200-sxm": "gb200",
     "gb300-sxm": "gb300",
+    "gb200-nvl72": "gb200",
+    "gb300-nvl72": "gb300",
     "rtx-pro-6000-blackwell-server-edition": "rtx-pro-6000",
     "rtx-pro-6000-server": "rtx-pro-6000",
 }

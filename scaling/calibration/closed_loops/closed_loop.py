@@ -8,14 +8,17 @@ one, and by half of it if an engine feeds all waiting prompts before it decodes.
 
 A first token comes after the request's own prompt, a share of the other prompts
 (requests that arrive together when the load starts wait for each other), and the wait
-for memory by Little's law. Steps that feed prompts run without recorded graphs: layers
-with experts, which have the most kernels, are launched in `launch_s` for each weight.
-One process streams the tokens of all requests, so that a life of N requests of m tokens
-takes at least `N m host_token_s`; later requests wait for the backlog.
+for memory by Little's law. An engine that looks for requests every few steps adds half
+of that interval, and the prompts that have come in it. Steps that feed prompts run
+without recorded graphs: layers with experts, which have the most kernels, are launched
+in `launch_s` for each weight. One process streams the messages of all requests, so that
+a life of N requests of m messages takes at least `N m host_token_s`; later requests
+wait for the backlog.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -55,7 +58,7 @@ class LoopCoefficients(NamedTuple):
     launch_s: Scalar
     """Host time of a weight of a layer with experts in a step with prompts, in s."""
     host_token_s: Scalar
-    """Host time of streaming a token to a client in s."""
+    """Host time of streaming a message to a client in s."""
     pace: Scalar
     """Factor of the time per token; 1 without effects."""
 
@@ -134,15 +137,19 @@ def find_loop_latency(work: RowWork, coefficients: LoopCoefficients) -> LoopLate
     token_s = jnp.where(work.is_median_step > 0, f.pace * step_s, mean_token_s)
     # Little's law: a slot is free once per lifetime of a running request.
     queue = jnp.maximum(work.concurrency - running, 0.0)
-    # First tokens do not inform the coefficients of a step.
-    prompt_s, single_s, answer_s = lax.stop_gradient(
-        (prompt_s, single_s, answer * token_s)
+    # First tokens of dense models do not inform the coefficients of a step.
+    prompt_s, single_s, answer_s, step_s = jax.tree.map(
+        lambda x: jnp.where(work.num_mixture_layers > 0, x, lax.stop_gradient(x)),
+        (prompt_s, single_s, answer * token_s, f.pace * step_s),
     )
     single_s += f.launch_s * work.num_launches
     wait_s = queue / running * (answer_s + prompt_s)
     first_s = f.server.ingest_s + f.prompt_steps * single_s + wait_s
-    first_s += f.first_wave * others * prompt_s
+    polled = work.poll_steps - 1
+    first_s += (f.first_wave + polled / answer) * others * prompt_s
+    first_s += polled / 2 * step_s
     streamed_s = jnp.asarray(work.concurrency * answer * f.host_token_s)
+    streamed_s /= work.streamed_tokens
     life_s = jnp.asarray(first_s + answer_s)
     life_s = smooth_maximum(life_s, streamed_s, _HOST_OVERLAP)
     first_s = life_s - answer_s

@@ -35,6 +35,12 @@ from scaling.calibration.closed_loops.power import (
     predict_watts,
 )
 from scaling.calibration.closed_loops.row_costs import RowWork, stack_work
+from scaling.calibration.closed_loops.token_tails import (
+    TAIL_LEVELS,
+    TokenTail,
+    fit_token_tail,
+    predict_token_tails,
+)
 from scaling.calibration.server_cost import ServerCoefficients
 
 LOOP_LATENCIES = ("time per token", "first token")
@@ -54,6 +60,11 @@ ENERGY_DISCREPANCY = 0.25
 that a fit did not see. Calibrated as `LOOP_DISCREPANCY`."""
 
 
+TAIL_DISCREPANCY = (0.31, 0.33, 0.47)
+"""Standard deviation of the logarithms of the percentiles of `TAIL_LEVELS`. Calibrated
+as `LOOP_DISCREPANCY`."""
+
+
 class LoopCalibration(NamedTuple):
     """Fits by kind of model; None where no row determines one."""
 
@@ -61,6 +72,8 @@ class LoopCalibration(NamedTuple):
     mixture: LoopFit | None
     power: PowerShares | None
     """Shares of the board power; None if no row has watts."""
+    tail: TokenTail | None = None
+    """Tail of the time between tokens; None if no row has percentiles."""
 
     def fit_of(self, server: MeasuredServer) -> LoopFit:
         """Returns the fit for a server; that of the other kind if there is no own.
@@ -92,6 +105,9 @@ class ServerPrediction(NamedTuple):
     the device is unknown."""
     token_joules: Float[np.ndarray, " servers"]
     """Energy of an answer's token in J, prompts included; NaN as for `watts`."""
+    tail_s: Float[np.ndarray, "servers 3"]
+    """Percentiles of the time between tokens in s; NaN without a fit of them, and for
+    servers without `is_median_step`."""
 
 
 def calibrate_loops(
@@ -122,11 +138,15 @@ def calibrate_loops(
         mixture=fit_loops(measured) if fits_mixtures or not fits_dense else None,
         power=None,
     )
+    tailed = [x for x in measured if x.token_tail_s is not None]
+    if tailed:
+        tail = fit_token_tail(tailed, _predict(tailed, calibration))
+        calibration = calibration._replace(tail=tail)
     powered = [x for x in measured if x.watts is not None and x.device.board_watts]
-    if not powered:
-        return calibration
-    load = _predict(powered, calibration)
-    return calibration._replace(power=fit_power(powered, load))
+    if powered:
+        power = fit_power(powered, _predict(powered, calibration))
+        calibration = calibration._replace(power=power)
+    return calibration
 
 
 def predict_servers(
@@ -147,6 +167,12 @@ def predict_servers(
     watts = np.full(len(servers), np.nan)
     if calibration.power is not None:
         watts = predict_watts(servers, predicted, calibration.power)
+    tail_s = np.full((len(servers), len(TAIL_LEVELS)), np.nan)
+    is_median = np.array([x.is_median_step for x in servers])
+    if calibration.tail is not None and is_median.any():
+        steps = [x for x in servers if x.is_median_step]
+        load = LoopPrediction(*(x[is_median] for x in predicted))
+        tail_s[is_median] = predict_token_tails(steps, load, calibration.tail)
     median = predicted.median_s
     return ServerPrediction(
         low_s=median / factor,
@@ -156,6 +182,7 @@ def predict_servers(
         mean_token_s=predicted.mean_token_s,
         watts=watts,
         token_joules=watts * predicted.mean_token_s / predicted.num_running,
+        tail_s=tail_s,
     )
 
 

@@ -2,7 +2,7 @@
 
 The file is JSON. It has the version of the cost model, the mode and the covariance of
 the coefficients and effects, the groups and the sizes of the fitted rows, and the
-shares of power.
+shares of power, and the tail of the time between tokens.
 """
 
 import json
@@ -27,6 +27,7 @@ from scaling.calibration.closed_loops.pooled_fit import (
     draw_loop_coefficients,
 )
 from scaling.calibration.closed_loops.power import PowerShares
+from scaling.calibration.closed_loops.token_tails import TokenTail
 from scaling.calibration.load_sizes import LoadSizes
 from scaling.calibration.posterior import ServerPosterior
 from scaling.calibration.server_cost import (
@@ -37,7 +38,7 @@ from scaling.calibration.server_cost import (
 
 PUBLISHED_LOOPS = Path(__file__).parents[1] / "public_servers.json"
 """Fits of public servers, written by `jaxkv calibrate`."""
-LOOP_VERSION = 2
+LOOP_VERSION = 3
 """Version of the coefficients of closed loops: raised when one changes its meaning."""
 LOOP_FILE = "closed loops"
 """Kind of the file, under the key `kind`."""
@@ -63,6 +64,7 @@ def format_loops(calibration: LoopCalibration) -> str:
             "covariance": [rounded(x) for x in fit.covariance],
         }
     document["power"] = calibration.power and calibration.power._asdict()
+    document["tail"] = calibration.tail and calibration.tail._asdict()
     return json.dumps(document) + "\n"
 
 
@@ -83,13 +85,21 @@ def load_loops(path: str | os.PathLike[str] = PUBLISHED_LOOPS) -> LoopCalibratio
         )
     try:
         power = document["power"]
+        tail = document["tail"]
         calibration = LoopCalibration(
             dense=_read_fit(document["dense"]),
             mixture=_read_fit(document["mixture"]),
             power=None if power is None else PowerShares(**power),
+            tail=None if tail is None else TokenTail(**tail),
         )
         if calibration.power and not all(0 <= x < math.inf for x in calibration.power):
             raise ValueError("power must be at least 0")
+        if calibration.tail is not None:
+            prompt, step_s, noise = calibration.tail
+            if not all(0 < x < math.inf for x in (prompt, step_s, *noise.values())):
+                raise ValueError("tail must be above 0")
+            if "" not in noise:
+                raise ValueError("tail must have a noise of other devices")
         if not (calibration.dense or calibration.mixture):
             raise ValueError("there is neither a dense fit nor one of mixtures")
         return calibration

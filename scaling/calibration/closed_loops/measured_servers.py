@@ -4,7 +4,8 @@ Two forms of CSV are read. That of AIConfigurator has `backend`, `model_path`, `
 `precision`, `mode`, `isl`, `osl`, `batch_size`, `tp_size`, `attention_dp_size`,
 `moe_tp_size` and `moe_ep_size`, with `silicon_ttft_ms` and `silicon_tpot_ms` where they
 were measured. That of ML.ENERGY has `model_id`, `gpu_model`, `num_gpus`,
-`avg_batch_size` and `avg_output_len`, with `median_itl_ms` and `avg_power_watts`.
+`avg_batch_size` and `avg_output_len`, with `median_itl_ms`, `p90_itl_ms`, `p95_itl_ms`,
+`p99_itl_ms` and `avg_power_watts`.
 
 `batch_size` is of an attention rank: the concurrency is `batch_size *
 attention_dp_size`. A server has `tp_size` devices on vLLM and SGLang, whose attention
@@ -14,6 +15,9 @@ the product of tensor and expert parallelism as `tp_size`, 64 with `moe_tp_size`
 
 Without `precision` the format of the weights is that of `gemm_quant_mode` or of the
 checkpoint's name, else 16 bits.
+
+Tables lack the settings of engines. Those of mixtures in the first form follow the
+launch scripts of the benchmark that measured most of them.
 
 A row that cannot be read rightly is refused with its reason and stays in the table.
 """
@@ -38,7 +42,7 @@ ENGINES = ("vllm", "sglang", "trtllm")
 """Names of the engines in `backend`."""
 NODE_DEVICES = 8
 """Devices of one node; larger degrees of a row are doubtful."""
-CHAT_PROMPT_TOKENS = 200
+CHAT_PROMPT_TOKENS = 200.0
 """Mean prompt of ML.ENERGY's tasks, which its rows lack: chats of LM Arena."""
 
 _FORMAT_SUFFIX = re.compile(
@@ -91,10 +95,18 @@ class MeasuredServer:
     """Measured time per token after the first in s."""
     first_token_s: float | None = None
     """Measured time from a request to its first token in s."""
+    token_tail_s: tuple[float, ...] | None = None
+    """Measured percentiles 90, 95 and 99 of the time between tokens in s."""
     watts: float | None = None
     """Measured power of all devices in W."""
     token_joules: float | None = None
     """Measured energy of an answer's token in J, prompts included."""
+    poll_steps: float = 1.0
+    """Decode steps between two looks of the engine at new requests."""
+    streamed_tokens: float = 1.0
+    """Tokens of a message to a client."""
+    cache_bytes: int | None = None
+    """Bytes of a number of K and V; None for the default of engine and format."""
     is_median_step: bool = False
     """True if `token_s` is the median time between tokens, which hides the steps with
     prompts, and `concurrency` the mean number of running requests."""
@@ -183,12 +195,13 @@ def _read_aiconfigurator(
             raise ValueError(f"tp_size is above {NODE_DEVICES}, those of a node")
         tensor = experts
     num_devices = tensor * ranks if engine == "trtllm" else tensor
+    concurrency = _number(cells, "batch_size", low=1.0) * ranks
     if num_devices % ranks:
         raise ValueError("attention_dp_size does not divide the devices")
     if engine not in ENGINES:
         raise ValueError(f"backend={engine!r} must be one of {', '.join(ENGINES)}")
     checkpoint = cells["model_path"]
-    return MeasuredServer(
+    server = MeasuredServer(
         name=name,
         engine=engine,
         checkpoint=checkpoint,
@@ -198,24 +211,50 @@ def _read_aiconfigurator(
             checkpoint, cells.get("precision") or cells.get("gemm_quant_mode", "")
         ),
         num_devices=num_devices,
-        data_parallel=ranks,
+        # vLLM's servers divide attention over all devices, and experts by ranks.
+        data_parallel=1 if engine == "vllm" else ranks,
         expert_parallel=min(experts, num_devices),
-        concurrency=_number(cells, "batch_size", low=1.0) * ranks,
+        concurrency=concurrency,
         prompt_tokens=_length(cells, "isl"),
         answer_tokens=_length(cells, "osl"),
         token_s=_milliseconds(cells, "silicon_tpot_ms", low=0.3, high=2e4),
         first_token_s=_milliseconds(cells, "silicon_ttft_ms", low=3.0, high=6e6),
     )
+    return server if server.model.experts is None else _use_launch_settings(server)
+
+
+def _use_launch_settings(server: MeasuredServer) -> MeasuredServer:
+    """Returns a row with the settings of the scripts that launched such servers.
+
+    SGLang on B200 and B300 looks for requests every 10 steps, or 30 from 16 requests.
+    TensorRT-LLM's attention ranks wait up to 50 steps until each has a prompt. Messages
+    have 10 to 50 tokens. vLLM has a cache of 8 bits on devices with 4-bit products.
+
+    Source: github.com/SemiAnalysisAI/InferenceX, benchmarks/single_node, at 0ee5ff3
+    (B300: at 843c625).
+    """
+    poll_steps = 1.0
+    if server.engine == "sglang" and server.device.name in ("b200", "b300"):
+        poll_steps = 30.0 if server.concurrency >= 16 else 10.0
+    if server.engine == "trtllm" and server.data_parallel > 1:
+        poll_steps = 50.0
+    has_low_cache = server.engine == "vllm" and bool(server.device.float4)
+    has_low_cache &= server.weight_format in ("fp8", "fp4", "mxfp4")
+    return dataclasses.replace(
+        server,
+        poll_steps=poll_steps,
+        streamed_tokens=20.0,
+        cache_bytes=1 if has_low_cache else None,
+    )
 
 
 def _read_energy(name: str, cells: Mapping[str, str], row: RawRow) -> MeasuredServer:
-    power = {
-        field: _number(cells, key, low=0.0) if cells.get(key) else None
-        for field, key in (
-            ("watts", "avg_power_watts"),
-            ("token_joules", "energy_per_token_joules"),
-        )
-    }
+    watts, token_joules = (
+        _number(cells, key, low=0.0) if cells.get(key) else None
+        for key in ("avg_power_watts", "energy_per_token_joules")
+    )
+    names = ("p90_itl_ms", "p95_itl_ms", "p99_itl_ms")
+    tail_s = [_milliseconds(cells, key, low=0.3, high=2e4) for key in names]
     size = cells.get("max_num_seqs", "")
     parts = (cells.get("task", ""), cells["model_id"], cells["gpu_model"])
     checkpoint = cells["model_id"]
@@ -237,7 +276,9 @@ def _read_energy(name: str, cells: Mapping[str, str], row: RawRow) -> MeasuredSe
         prompt_tokens=CHAT_PROMPT_TOKENS,
         answer_tokens=_length(cells, "avg_output_len"),
         token_s=_milliseconds(cells, "median_itl_ms", low=0.3, high=2e4),
-        **power,
+        token_tail_s=tuple(x for x in tail_s if x is not None) or None,
+        watts=watts,
+        token_joules=token_joules,
         is_median_step=True,
     )
 
@@ -257,9 +298,9 @@ def _find_format(checkpoint: str, name: str) -> WeightFormat:
 def _find_model(checkpoint: str) -> ModelShape:
     try:
         return shapes.describe_checkpoint(_FORMAT_SUFFIX.sub("", checkpoint))
-    except ValueError as error:
+    except ValueError:
         # The list of all models would hide the name.
-        raise ValueError(str(error).partition(";")[0]) from None
+        raise ValueError(f"unknown model {checkpoint!r}") from None
 
 
 def _number(cells: Mapping[str, str], key: str, *, low: float) -> float:

@@ -41,7 +41,7 @@ class PowerShares(NamedTuple):
     """Power that the peak of products adds."""
 
 
-PUBLISHED_POWER = PowerShares(idle=0.5492, memory=0.1875, products=1.4350)
+PUBLISHED_POWER = PowerShares(idle=0.5462, memory=0.1907, products=1.4434)
 """Fit to the 308 rows of ML.ENERGY with watts and a known board power, by `jaxkv
 calibrate aic_servers.csv mlenergy_servers.csv`: vLLM servers on H100 and B200."""
 

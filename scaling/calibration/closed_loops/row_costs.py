@@ -7,8 +7,8 @@ Counts are scalars, so that many servers are stacked and mapped over.
 Assumed, since tables do not tell: weights in 4 bits are those of the routed experts in
 a mixture, and all matrices of the layers in a dense model; embedding, head and norms
 have 16 bits. Products run at the rate of the format where the device has one, else at
-that of 16 bits. K and V have 8 bits with weights below 16 bits on TensorRT-LLM, and on
-SGLang in mixtures; else 16, the default of vLLM.
+that of 16 bits. Unless a row has `cache_bytes`, K and V have 8 bits with weights below
+16 bits on TensorRT-LLM, and on SGLang in mixtures; else 16, the default of vLLM.
 """
 
 import functools
@@ -73,6 +73,8 @@ class RowWork(NamedTuple):
     concurrency: Float[Array, "..."]
     prompt_tokens: Float[Array, "..."]
     answer_tokens: Float[Array, "..."]
+    poll_steps: Float[Array, "..."]
+    streamed_tokens: Float[Array, "..."]
     is_median_step: Float[Array, "..."]
     """1 for a median time between tokens, see `MeasuredServer`."""
 
@@ -148,6 +150,8 @@ def count_server(server: MeasuredServer) -> RowWork:
         "concurrency": server.concurrency,
         "prompt_tokens": server.prompt_tokens,
         "answer_tokens": server.answer_tokens,
+        "poll_steps": server.poll_steps,
+        "streamed_tokens": server.streamed_tokens,
         "is_median_step": float(server.is_median_step),
     }
     return RowWork(
@@ -229,6 +233,8 @@ def _count_launches(model: ModelShape) -> float:
 
 
 def _kv_number_bytes(server: MeasuredServer) -> int:
+    if server.cache_bytes is not None:
+        return server.cache_bytes
     if server.weight_format == "bf16" or server.engine == "vllm":
         return 2
     return 1 if server.engine == "trtllm" or server.model.experts is not None else 2

@@ -105,6 +105,10 @@ def summary(result: ServerTablesResult) -> list[Sheet]:
                 parts.append(errors.sheet(f"{_TITLES[kind]}: errors by {by}"))
     if any(np.isfinite(result.predictions.error)):
         parts.append(published_sheet())
+    unmeasured = result.predictions.where(left_out="table")
+    unmeasured = unmeasured.at(np.isnan(unmeasured.measured))
+    if len(unmeasured):
+        parts.append(_prediction_sheet(unmeasured))
     if len(result.refusals):
         parts.append(result.refusals.sheet_of_reasons())
     if len(result.effects):
@@ -129,6 +133,27 @@ def summary(result: ServerTablesResult) -> list[Sheet]:
         ]
         parts.append(numbered_list("warnings: intervals are wider", lines))
     return parts
+
+
+_PRINTED_SERVERS = 40
+
+
+def _prediction_sheet(predictions: PredictedServers) -> Sheet:
+    """Returns a line for each of the first servers, with intervals of 90 %."""
+    rows: dict[str, dict[str, str]] = {}
+    for row in predictions.rows():
+        low, middle, high = (row[x] for x in ("low", "predicted", "high"))
+        cell = f"{middle:.3g} ({low:.3g} to {high:.3g})"
+        rows.setdefault(row["server"], {})[row["quantity"]] = cell
+    shown = [x for x in QUANTITIES if any(x in row for row in rows.values())]
+    heads = ("server", *(f"{x} [{QUANTITIES[x]}]" for x in shown))
+    cells = [
+        (name, *(row.get(x, "-") for x in shown))
+        for name, row in list(rows.items())[:_PRINTED_SERVERS]
+    ]
+    note = f"Medians and 90 % intervals of {len(cells)} of {len(rows)} servers"
+    note += " without measured values; prediction.json in the folder has all."
+    return Sheet("predictions", heads, cells, note)
 
 
 def files(result: ServerTablesResult) -> dict[str, str]:

@@ -15,17 +15,24 @@ from jaxkv.report import (
     computed_column,
     format_percent,
 )
-from scaling.calibration import DETERMINED_SPREAD, LOOP_LATENCIES
+from scaling.calibration import DETERMINED_SPREAD, LOOP_LATENCIES, TAIL_LEVELS
 
 TIME_PER_TOKEN, FIRST_TOKEN_TIME = LOOP_LATENCIES
 WATTS = "power"
 TOKEN_ENERGY = "energy per token"
-QUANTITIES = {TIME_PER_TOKEN: "s", FIRST_TOKEN_TIME: "s", WATTS: "W", TOKEN_ENERGY: "J"}
+TAILS = tuple(f"P{100 * x:.0f} between tokens" for x in TAIL_LEVELS)
+QUANTITIES = {
+    TIME_PER_TOKEN: "s",
+    FIRST_TOKEN_TIME: "s",
+    **dict.fromkeys(TAILS, "s"),
+    WATTS: "W",
+    TOKEN_ENERGY: "J",
+}
 """Predicted numbers of a server, with their units."""
 
 
 class PredictedServers(ResultTable):
-    """Predicted numbers of servers, up to four for each row of a table."""
+    """Predicted numbers of servers, up to six for each row of a table."""
 
     left_out: Texts = column("model or developer; none: fitted; table: another table")
     fold: Texts = column("name of what the fit left out; the file of another table")

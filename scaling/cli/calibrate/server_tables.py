@@ -13,6 +13,7 @@ from scaling.calibration import (
     ENERGY_DISCREPANCY,
     INTERVAL_HALF,
     POWER_DISCREPANCY,
+    TAIL_DISCREPANCY,
     LoopCalibration,
     MeasuredServer,
     ServerPrediction,
@@ -31,6 +32,7 @@ from scaling.calibration import (
 )
 from scaling.cli.calibrate.server_results import (
     FIRST_TOKEN_TIME,
+    TAILS,
     TIME_PER_TOKEN,
     TOKEN_ENERGY,
     WATTS,
@@ -165,6 +167,7 @@ def server_rows(
     latencies = (predicted.low_s, predicted.median_s, predicted.high_s)
     watts = _interval(predicted.watts, POWER_DISCREPANCY)
     joules = _interval(predicted.token_joules, ENERGY_DISCREPANCY)
+    tails = _interval(predicted.tail_s, np.array(TAIL_DISCREPANCY))
     rooflines = predict_roofline(servers)
     for i, server in enumerate(servers):
         fitted_sizes = calibration.fit_of(server).sizes
@@ -183,6 +186,12 @@ def server_rows(
                 *(FIRST_TOKEN_TIME, server.first_token_s, first_s),
                 *(x[i, 1] for x in latencies),
             ),
+            *(
+                (name, measured, np.nan, *(x[i, at] for x in tails))
+                for at, (name, measured) in enumerate(
+                    zip(TAILS, server.token_tail_s or (None,) * 3, strict=True)
+                )
+            ),
             (WATTS, server.watts, np.nan, *(x[i] for x in watts)),
             (TOKEN_ENERGY, server.token_joules, np.nan, *(x[i] for x in joules)),
         )
@@ -194,7 +203,7 @@ def server_rows(
                 yield *place, name, real, roofline, *quantiles
 
 
-def _interval(median: np.ndarray, spread: float) -> tuple[np.ndarray, ...]:
+def _interval(median: np.ndarray, spread: float | np.ndarray) -> tuple[np.ndarray, ...]:
     factor = np.exp(INTERVAL_HALF * spread)
     return median / factor, median, median * factor
 

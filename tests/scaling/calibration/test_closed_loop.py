@@ -125,12 +125,14 @@ def simulate_loop(
     cost: Callable[[Work], jax.Array],
     num_slots: int,
     host_token_s: float = 0.0,
+    poll_steps: int = 1,
 ) -> tuple[float, float]:
     """Runs a closed loop step by step; returns mean time per token and first token.
 
     Each step decodes one token of each running request, and feeds one whole prompt if a
-    request waits and a slot is free. One process streams all tokens in their order. A
-    request whose last token is streamed is replaced at once.
+    request waits and a slot is free; new requests are seen every `poll_steps` steps.
+    One process streams all tokens in their order. A request whose last token is
+    streamed is replaced at once.
     """
     prompt, answer = int(server.prompt_tokens), int(server.answer_tokens)
     waiting = [0.0] * int(server.concurrency)
@@ -140,10 +142,16 @@ def simulate_loop(
     streamed = 0.0
     cache: dict[tuple[int, int, bool], float] = {}
     num_requests = 12 * len(waiting)
+    step = 0
+    num_seen = 0
     while len(ends) < num_requests:
         if not running:
             now = max(now, waiting[0])
-        feeds = bool(waiting) and waiting[0] <= now and len(running) < num_slots
+        if step % poll_steps == 0 or not running:
+            num_seen = sum(x <= now for x in waiting)
+        step += 1
+        feeds = num_seen > 0 and len(running) < num_slots
+        num_seen -= feeds
         context = int(sum(prompt + x[0] for x in running))
         key = (len(running), context // 256, feeds)
         if key not in cache:
@@ -202,6 +210,32 @@ def test_requests_wait_for_memory_as_in_a_simulated_loop() -> None:
     assert float(predicted.num_running) == pytest.approx(slots)
     assert float(predicted.token_s) == pytest.approx(token_s, rel=0.06)
     assert float(predicted.first_token_s) == pytest.approx(first_s, rel=0.1)
+
+
+def test_first_tokens_wait_until_an_engine_looks_for_requests() -> None:
+    """Answers end anywhere in an interval of 40 steps, and wait for half of it."""
+    coefficients = make_coefficients(
+        interference=1.0,
+        ingest_s=1e-9,
+        host_token_s=0.0,
+        first_wave=0.0,
+        prompt_steps=1.0,
+    )
+    first_s = np.zeros(2)
+    for answer_tokens in (125.0, 135.0, 145.0, 155.0):
+        server = make_server(
+            concurrency=8.0,
+            prompt_tokens=64.0,
+            answer_tokens=answer_tokens,
+            poll_steps=40.0,
+        )
+        work = count_server(server)
+        cost = jax.jit(make_loop_cost(work, coefficients).__call__)
+        _, simulated_s = simulate_loop(server, cost, 8, poll_steps=40)
+        predicted_s = float(find_loop_latency(work, coefficients).first_token_s)
+        first_s += np.array([predicted_s, simulated_s]) / 4
+    assert first_s[1] > 0.1
+    assert first_s[0] == pytest.approx(first_s[1], rel=0.2)
 
 
 @pytest.mark.parametrize("host_token_s", [0.0, 2e-3])

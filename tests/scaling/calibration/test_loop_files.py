@@ -17,6 +17,7 @@ from scaling.calibration import (
     LoopCalibration,
     LoopFit,
     PowerShares,
+    TokenTail,
     draw_coefficients,
     draw_loop_posterior,
     format_loops,
@@ -51,7 +52,8 @@ def make_calibration() -> LoopCalibration:
         num_rows=9,
         sizes=sizes,
     )
-    return LoopCalibration(fit, None, PowerShares(0.5, 0.2, 1.0))
+    tail = TokenTail(1.2, 5e-3, {"h100": 0.1, "": 0.2})
+    return LoopCalibration(fit, None, PowerShares(0.5, 0.2, 1.0), tail)
 
 
 @pytest.mark.thorough
@@ -61,6 +63,7 @@ def test_a_written_fit_predicts_as_before(tmp_path: Path) -> None:
     path.write_text(format_loops(calibration))
     loaded = load_loops(path)
     assert loaded.power == calibration.power
+    assert loaded.tail == calibration.tail
     assert loaded.dense is not None
     assert loaded.dense.groups == GROUPS
     before, after = (predict_servers([SERVER], x) for x in (calibration, loaded))
@@ -83,10 +86,15 @@ def test_a_file_has_the_numbers_of_its_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("loop_version", 7, "loop_version=7 must be 2"),
+        ("loop_version", 7, "loop_version=7 must be 3"),
         ("dense", None, "neither a dense fit"),
         ("dense", {}, "no fit of servers: 'groups'"),
         ("power", {"idle": 1.0}, "no fit of servers"),
+        (
+            "tail",
+            {"prompt": 1.0, "prompt_step_s": 0.0, "noise": {"": 0.1}},
+            "tail must be above 0",
+        ),
     ],
 )
 def test_another_fit_is_refused(

@@ -49,6 +49,9 @@ ENERGY_ROW = {
     "data_parallel": "1",
     "weight_precision": "mxfp4",
     "median_itl_ms": "7.5",
+    "p90_itl_ms": "8",
+    "p95_itl_ms": "9",
+    "p99_itl_ms": "20",
     "avg_power_watts": "900",
 }
 
@@ -75,12 +78,13 @@ def test_a_row_of_aiconfigurator(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "devices", "ranks_tensor"), [("vllm", 4, 1), ("trtllm", 16, 4)]
+    ("engine", "devices", "ranks_tensor"),
+    [("vllm", 4, 4), ("sglang", 4, 1), ("trtllm", 16, 4)],
 )
 def test_devices_and_requests_by_engine(
     tmp_path: Path, engine: str, devices: int, ranks_tensor: int
 ) -> None:
-    """Ranks divide the devices of vLLM, and multiply those of TensorRT-LLM."""
+    """Ranks divide SGLang's devices, multiply TensorRT-LLM's, are experts' on vLLM."""
     server = read_one(tmp_path, backend=engine, tp_size="4", attention_dp_size="4")
     assert server.concurrency == 16 * 4
     assert server.num_devices == devices
@@ -105,6 +109,34 @@ def test_formats_of_weights(tmp_path: Path) -> None:
     assert oss.weight_format == "mxfp4"
 
 
+@pytest.mark.parametrize(
+    ("changes", "poll_steps", "cache_bytes"),
+    [
+        ({"backend": "sglang", "batch_size": "8"}, 10, None),
+        ({"backend": "sglang"}, 30, None),
+        ({"backend": "sglang", "system": "h200_sxm"}, 1, None),
+        ({"backend": "trtllm", "attention_dp_size": "2"}, 50, None),
+        ({"backend": "trtllm"}, 1, None),
+        ({"backend": "vllm"}, 1, 1),
+        ({"backend": "vllm", "precision": "int4"}, 1, None),
+        ({"backend": "vllm", "system": "h200_sxm"}, 1, None),
+    ],
+)
+def test_mixtures_have_the_settings_of_their_launch_scripts(
+    tmp_path: Path,
+    changes: dict[str, str],
+    poll_steps: float,
+    cache_bytes: int | None,
+) -> None:
+    mixture = {"model_path": "deepseek-ai/DeepSeek-R1", "precision": "fp8"}
+    row = {"system": "b200_sxm"} | changes
+    server = read_one(tmp_path, **(mixture | row))
+    assert (server.poll_steps, server.streamed_tokens) == (poll_steps, 20)
+    assert server.cache_bytes == cache_bytes
+    dense = read_one(tmp_path, **({"precision": "fp8"} | changes))
+    assert (dense.poll_steps, dense.streamed_tokens) == (1, 1)
+
+
 def test_a_row_of_ml_energy(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {}, plain=ENERGY_ROW)
     (server,) = read_measured_servers(path).servers
@@ -112,6 +144,7 @@ def test_a_row_of_ml_energy(tmp_path: Path) -> None:
     assert server.is_median_step
     assert server.first_token_s is None
     assert (server.token_s, server.watts, server.concurrency) == (0.0075, 900, 15.5)
+    assert server.token_tail_s == (0.008, 0.009, 0.02)
     assert (server.num_devices, server.expert_parallel) == (2, 2)
 
 
@@ -121,7 +154,7 @@ REFUSED = {
     "tp_size is above 8": {"tp_size": "16"},
     "a parallel degree is 0": {"moe_ep_size": "0"},
     "unknown device 'tpu9'": {"system": "tpu9"},
-    "unknown model 'qwen9-1b'": {"model_path": "Qwen/Qwen9-1B"},
+    "unknown model 'Qwen/Qwen9-1B'": {"model_path": "Qwen/Qwen9-1B"},
     "has no osl: lengths are needed": {"osl": ""},
     "silicon_tpot_ms=0.0222 is not in ms; is its unit s?": {
         "silicon_tpot_ms": "0.0222"

@@ -40,8 +40,12 @@ def test_stages_of_a_table() -> None:
     assert first.inter_token_s == pytest.approx((0.012, 0.0118, 0.018))
 
 
-def test_a_table_without_latencies_describes_servers(tmp_path: Path) -> None:
-    rows = [x.split(",")[:16] for x in STAGES.read_text().split()]
+@pytest.mark.parametrize("num_columns", [16, 18])
+def test_a_table_without_latencies_describes_servers(
+    tmp_path: Path, num_columns: int
+) -> None:
+    """Columns 17 and 18 count requests."""
+    rows = [x.split(",")[:num_columns] for x in STAGES.read_text().split()]
     path = tmp_path / "servers.csv"
     path.write_text("\n".join(",".join(row) for row in rows))
     first, _ = read_measured_stages(path)

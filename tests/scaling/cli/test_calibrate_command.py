@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from scaling.cli import ServerTablesConfig, find_public_tables, predict_server_tables
+from jaxkv.report import Sheet
+from scaling.cli import (
+    SERVER_TABLES,
+    ServerTablesConfig,
+    find_public_tables,
+    predict_server_tables,
+)
 from tests.support import commands
 from tests.support.folders import ROOT
 
@@ -89,6 +95,12 @@ def test_a_fit_predicts_another_table(
     expected = [x for x in predictions if x["quantity"] == "time per token"]
     assert table.predicted.tolist() == pytest.approx([x["predicted"] for x in expected])
     assert not len(result.group_errors("table", "model"))
+    assert SERVER_TABLES.summary is not None
+    sheets = [x for x in SERVER_TABLES.summary(result) if isinstance(x, Sheet)]
+    (sheet,) = (x for x in sheets if x.title == "predictions")
+    first = expected[0]
+    assert [row[0] for row in sheet.rows] == [row["id"] for row in qwen]
+    assert sheet.rows[0][1].startswith(f"{first['predicted']:.3g} ({first['low']:.3g}")
     # The fit is a file that simulations read; the table is its own prediction.
     fit = tmp_path / "fit.json"
     status, output, _ = calibrate(rest_path, "--out", str(fit))
