@@ -70,6 +70,12 @@ COMMANDS = {
     "fit": Command(
         "fit scaling laws to a log of training runs", "scaling.cli.fit.command:main"
     ),
+    "compare": Command(
+        "compare groups of runs at equal loss", "scaling.cli.runs.compare:main"
+    ),
+    "next": Command(
+        "choose the next training runs of a log", "scaling.cli.runs.next_run:main"
+    ),
     "calibrate": Command(
         "fit a server's step times to measured runs",
         "scaling.cli.calibrate.command:main",

@@ -1,4 +1,4 @@
-"""Commands of the toolkit: cost, plan, simulate, calibrate, train, sweep, fit."""
+"""Commands: cost, plan, simulate, calibrate, train, sweep, fit, compare, next."""
 
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         STUDY,
         CalibrationConfig,
         find_measured_runs,
+        find_published,
     )
     from scaling.cli.fit.config import FitConfig
     from scaling.cli.fit.drawing import draw_isoflop_groups

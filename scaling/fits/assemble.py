@@ -100,7 +100,7 @@ def assemble_result(
         centre=centre,
         noise=noise,
         ranges={x: (float(y.min()), float(y.max())) for x, y in columns.items()},
-        forecast_variance=forecasts.measure_forecasts(problem, best, noise),
+        forecast_variance=forecasts.measure_forecasts(problem, best),
     )
     return result._replace(warnings=diagnostics.list_warnings(problem, result))
 

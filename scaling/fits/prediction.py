@@ -73,9 +73,14 @@ def predict(
         slopes = laws.slopes(law, at, logs) @ np.linalg.inv(natural)
         variance = np.einsum("ni,ij,nj->n", slopes, result.covariance, slopes)
         if interval == "prediction":
-            variance = variance + np.mean(result.noise**2) + beyond
+            variance = variance + np.mean(result.noise**2)
         freedom = max(1, result.num_points - result.num_free)
-        half = intervals.student_t(level, freedom) * np.sqrt(np.maximum(variance, 0))
+        square = intervals.student_t(level, freedom) ** 2 * np.maximum(variance, 0)
+        if interval == "prediction":
+            square += (
+                intervals.student_t(level, forecasts.FORECAST_FREEDOM) ** 2 * beyond
+            )
+        half = np.sqrt(square)
         return Prediction(np.exp(value), np.exp(value - half), np.exp(value + half))
     # A residual for every resample and point, drawn with a fixed seed, so that the
     # result is deterministic.
@@ -89,7 +94,8 @@ def predict(
             samples = samples - rng.choice(result.noise, samples.shape)
             if beyond[chunk].any():
                 spread = np.sqrt(beyond[chunk])
-                samples = samples + spread * rng.standard_normal(samples.shape)
+                draws = rng.standard_t(forecasts.FORECAST_FREEDOM, samples.shape)
+                samples = samples + spread * draws
         ends.append(
             intervals.percentile_intervals(
                 value[chunk],
@@ -102,6 +108,25 @@ def predict(
         )
     low, high = map(np.concatenate, zip(*ends, strict=True))
     return Prediction(np.exp(value), np.exp(low), np.exp(high))
+
+
+def predict_samples(
+    result: FitResult, data: Mapping[str, Any]
+) -> Float[np.ndarray, "resamples n"]:
+    """Evaluates the law of every resample, without residuals.
+
+    Args:
+      result: a fit with resamples.
+      data: a positive column for each of its inputs.
+
+    Raises:
+      ValueError: the fit has no resamples, or a column is missing or not positive.
+    """
+    if result.samples is None:
+        raise ValueError("result must have resamples, see fits.bootstrap")
+    law = result.find_law()
+    logs = _logs(law, data) - result.centre[:, None]
+    return np.exp(laws.values(law, result.samples, logs))
 
 
 def score(result: FitResult, data: Mapping[str, Any]) -> FitResult:

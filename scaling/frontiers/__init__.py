@@ -24,7 +24,11 @@ if TYPE_CHECKING:
         find_frontiers,
     )
     from scaling.frontiers.groups import IsoflopGroups, average_by_size, find_run_groups
-    from scaling.frontiers.isoflop import by_parabola
+    from scaling.frontiers.isoflop import (
+        by_parabola,
+        by_projection,
+        fit_group_surface,
+    )
     from scaling.frontiers.parabola import fit_parabola, vertex_shift
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

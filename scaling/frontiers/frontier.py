@@ -37,6 +37,8 @@ FAR_MINIMUM = 0.25
 """Difference of exponents that is never a contradiction, and that always is one."""
 MIN_SHARE = 0.9
 """Least share of resamples with a frontier; a smaller one gives a warning."""
+_MAX_FAILED = 0.5
+"""Share of the first resamples without a frontier from which no more are drawn."""
 
 
 class Minima(NamedTuple):
@@ -141,7 +143,8 @@ def bootstrap_frontier(
 
     Returns:
       The frontier. Without minima at two different budgets it has no laws, and a
-      warning gives the reason.
+      warning gives the reason; if most of the first resamples have none, no more are
+      drawn, and there is no interval.
     """
     minima = find(np.ones((1, strata.size)))
     laws = {name: _power(flops, getattr(minima, name)) for name in _LAW_COLUMNS}
@@ -172,9 +175,23 @@ def bootstrap_frontier(
             for name in _LAW_COLUMNS:
                 slopes[name].append(_power(flops, getattr(draw_minima, name))[0])
             update(done + size)
+            if np.isnan(slopes["num_params"][0]).mean() > _MAX_FAILED:
+                break
     slope_draws = {
         name: np.concatenate(parts or [np.empty(0)]) for name, parts in slopes.items()
     }
+    exponents = slope_draws["num_params"]
+    num_failed = int(np.isnan(exponents).sum())
+    if num_failed > _MAX_FAILED * exponents.size:
+        slope_draws = dict.fromkeys(slope_draws, np.empty(0))
+        warnings.append(
+            f"{method}: most of {exponents.size} resamples had no frontier; no interval"
+        )
+    elif num_failed > (1 - MIN_SHARE) * exponents.size:
+        warnings.append(
+            f"{method}: {num_failed} of {exponents.size} resamples had no frontier; "
+            "the interval is from the rest"
+        )
     fits = {}
     for name, (slope, intercept) in laws.items():
         good = slope_draws[name][~np.isnan(slope_draws[name])]
@@ -190,13 +207,6 @@ def bootstrap_frontier(
         with np.errstate(over="ignore"):  # an extreme slope has no coefficient
             coefficient = float(np.exp(intercept[0]))
         fits[name] = PowerLaw(coefficient, float(slope[0]), interval)
-    exponents = slope_draws["num_params"]
-    num_failed = int(np.isnan(exponents).sum())
-    if num_failed > (1 - MIN_SHARE) * exponents.size:
-        warnings.append(
-            f"{method}: {num_failed} of {exponents.size} resamples had no frontier; "
-            "the interval is from the rest"
-        )
     return Frontier(
         method=method,
         flops=flops,

@@ -61,14 +61,15 @@ class FrontierSet(NamedTuple):
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings of all methods."""
-        messages = [
-            line
-            for frontier in self.frontiers
-            for line in frontier.warnings
-            # An envelope always ends in its smallest and its largest size.
-            if frontier.method != ENVELOPE or "edge of the sizes" not in line
-        ]
+        """Warnings of all methods; one that several methods share is one sentence."""
+        methods: dict[str, list[str]] = {}
+        for frontier in self.frontiers:
+            for line in frontier.warnings:
+                # An envelope always ends in its smallest and its largest size.
+                if frontier.method != ENVELOPE or "edge of the sizes" not in line:
+                    sentence = line.removeprefix(f"{frontier.method}: ")
+                    methods.setdefault(sentence, []).append(frontier.method)
+        messages = [f"{' / '.join(x)}: {line}" for line, x in methods.items()]
         windows = compare_exponents(self.windows, what="window of the parabola")
         return [*messages, *self.doubts, *windows]
 

@@ -19,6 +19,10 @@ from jaxtyping import Float
 EXPONENT_RANGE = (0.01, 3.0)
 """Bounds of both exponents."""
 _EXPONENT_STARTS = tuple(itertools.product((0.1, 0.2, 0.35, 0.6, 1.0), repeat=2))
+_FACES = np.array(
+    [x for x in itertools.product((1.0, 0.0), repeat=3) if 0 < sum(x) < 3]
+)
+"""Masks of E, A and B if some of them are 0, without all and none."""
 _NUM_STEPS = 60
 _MAX_REWEIGHTINGS = 30
 """Largest number of rounds of reweighting; each reduces the error several times."""
@@ -251,15 +255,18 @@ def _project(
     basis, linear = _least_squares(design, target)
     # If one is negative, the solution is on a face: with three terms all faces are
     # tried.
-    for i in np.flatnonzero((linear < 0).any(1)):
-        faces = []
-        for term_set in ((0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
-            mask = np.isin(np.arange(3), term_set)
-            q, c = _least_squares(design[i : i + 1] * mask, target[i : i + 1])
-            short = target[i] - design[i] @ (c[0] * mask)
-            if (c[0] * mask >= 0).all():
-                faces.append((float(short @ short), q[0], c[0] * mask))
-        _, basis[i], linear[i] = min(faces, key=lambda face: face[0])
+    rows = np.flatnonzero((linear < 0).any(1))
+    least = np.full(rows.size, np.inf)
+    for mask in _FACES if rows.size else ():
+        face_basis, face_linear = _least_squares(design[rows] * mask, target[rows])
+        face_linear *= mask
+        short = target[rows] - (design[rows] @ face_linear[:, :, None])[:, :, 0]
+        is_inside = (face_linear >= 0).all(1)
+        square = np.where(is_inside, (short**2).sum(1), np.inf)
+        is_better = square < least
+        basis[rows[is_better]] = face_basis[is_better]
+        linear[rows[is_better]] = face_linear[is_better]
+        least = np.minimum(least, square)
     residual = target - (design @ linear[:, :, None])[:, :, 0]
     return basis, residual, linear, (residual**2).sum(1) / 2
 

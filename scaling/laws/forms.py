@@ -151,11 +151,103 @@ DATA_CONSTRAINED = Law(
 )
 
 
+def _overfitting(x: Coordinates, logs: LogInputs) -> LogTarget:
+    a, b, c, alpha, beta, gamma, delta, E, L0 = x
+    n, d, u = logs
+    size = jnp.logaddexp(a - alpha * n, b - beta * d)
+    size = jnp.logaddexp(size, c + gamma * n - delta * jnp.minimum(u, d))
+    # E + (L0 - E) h / (1 + h) = (E + L0 h) / (1 + h)
+    top = jnp.logaddexp(jnp.broadcast_to(E, size.shape), L0 + size)
+    return top - jnp.logaddexp(jnp.zeros_like(size), size)
+
+
+OVERFITTING = Law(
+    name="overfitting",
+    formula="E + (L0 - E) h / (1 + h), h = a / N^alpha + b / D^beta + c N^gamma / "
+    "U^delta",
+    inputs=(_N, _D, _U),
+    coordinates=(
+        *(positive_coordinate(name, -14.0, 7.0, -2.0) for name in ("a", "b")),
+        positive_coordinate("c", -14.0, 7.0, -4.0),
+        exponent_coordinate("alpha", 0.3, 0.6),
+        exponent_coordinate("beta", 0.3, 0.6),
+        exponent_coordinate("gamma", 0.3, 1.0),
+        exponent_coordinate("delta", 0.3, 1.0),
+        scale_coordinate("E", -0.5, -0.1),
+        Coordinate("L0", 0.0, 3.0, (1.0,), log=True, relative=True),
+    ),
+    source="Bryant & Liu 2026, arXiv:2605.09189, with U unique tokens of D",
+    log_loss=_overfitting,
+    # Tokens and unique tokens have one unit.
+    shift=lambda x, centre: jnp.stack(
+        [
+            x[0] - x[3] * centre[0],
+            x[1] - x[4] * centre[1],
+            x[2] + x[5] * centre[0] - x[6] * centre[2],
+            *x[3:],
+        ]
+    ),
+    floor="E",
+    units=((0,), (1, 2)),
+)
+
+
+def _log_effective_experts(
+    experts: LogTarget, start: Float[Array, ""], end: Float[Array, ""]
+) -> LogTarget:
+    """Returns the log number of experts, saturating below `start` and above `end`."""
+    gap = 1 / (jnp.exp(-start) - jnp.exp(-end))
+    return -jnp.log(1 / (jnp.expm1(experts) + gap) + jnp.exp(-end))
+
+
+def _joint_experts(x: Coordinates, logs: LogInputs) -> LogTarget:
+    a, b, c, alpha, beta, delta, omega, gamma, zeta, start, end = x
+    n, d, experts = logs
+    e = _log_effective_experts(experts, start, end)
+    by_size = a + delta * e + (alpha + gamma * e) * n
+    by_data = b + omega * e + (beta + zeta * e) * d
+    total = jnp.logaddexp(by_size, by_data)
+    return jnp.logaddexp(total, jnp.broadcast_to(c, total.shape))
+
+
+JOINT_EXPERTS = Law(
+    name="joint-experts",
+    formula="a E'^delta N^(alpha + gamma ln E') + b E'^omega D^(beta + zeta ln E') + c,"
+    " E' as in clark",
+    inputs=(_N, _D, "num_experts"),
+    coordinates=(
+        *(scale_coordinate(name) for name in ("a", "b")),
+        scale_coordinate("c", -0.5, -0.1),
+        real_coordinate("alpha", -2.0, -1e-3, -0.2, -0.5),
+        real_coordinate("beta", -2.0, -1e-3, -0.2, -0.5),
+        *(
+            real_coordinate(name, -3.0, 3.0, 0.0)
+            for name in ("delta", "omega", "gamma", "zeta")
+        ),
+        positive_coordinate("E_start", -3.0, 2.1, 0.3),
+        positive_coordinate("E_max", 2.2, 14.0, 6.0),
+    ),
+    source="Ludziejewski et al. 2025, arXiv:2502.05172, N active parameters",
+    log_loss=_joint_experts,
+    shift=lambda x, centre: jnp.stack(
+        [
+            x[0] + x[3] * centre[0],
+            x[1] + x[4] * centre[1],
+            *x[2:5],
+            x[5] + x[7] * centre[0],
+            x[6] + x[8] * centre[1],
+            *x[7:],
+        ]
+    ),
+    floor="c",
+    units=((0,), (1,)),
+)
+
+
 def _clark(x: Coordinates, logs: LogInputs) -> LogTarget:
     a, b, c, d, start, end = x
     n, experts = logs
-    gap = 1 / (jnp.exp(-start) - jnp.exp(-end))
-    effective = -jnp.log(1 / (jnp.expm1(experts) + gap) + jnp.exp(-end))
+    effective = _log_effective_experts(experts, start, end)
     # The paper uses base-10 logarithms; the unit of c is one over a decade.
     return a * n + b * effective + c / _DECADE * n * effective + d * _DECADE
 
@@ -223,6 +315,8 @@ FORMS = (
     KAPLAN,
     ROSENFELD_ERROR,
     DATA_CONSTRAINED,
+    OVERFITTING,
+    JOINT_EXPERTS,
     CLARK,
     BROKEN,
 )

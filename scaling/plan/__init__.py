@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         total_cost,
         total_cost_spread,
     )
+    from scaling.plan.next_runs import RunChoice, choose_next_runs, evidence_variance
     from scaling.plan.pricing import DAY_S, HOUR_S, Offer, best_offer, parse_offer
     from scaling.plan.spread import OptimumSpread, loss_interval, optimum_spread
 

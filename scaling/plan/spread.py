@@ -21,6 +21,7 @@ class OptimumSpread(NamedTuple):
     Attributes:
       params: interval of the optimal parameters.
       tokens: interval of the optimal tokens.
+      loss: interval of the loss of each resample's own optimum.
       flops: interval of the budget for the target loss, infinite for resamples that do
         not reach it; None without a target loss.
       num_resamples: number of resamples.
@@ -29,6 +30,7 @@ class OptimumSpread(NamedTuple):
 
     params: tuple[float, float]
     tokens: tuple[float, float]
+    loss: tuple[float, float]
     flops: tuple[float, float] | None
     num_resamples: int
     num_without: int
@@ -74,9 +76,7 @@ def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
                     needed.append([math.log(changed.needed())])
                 except ValueError:  # no budget reaches the loss
                     needed.append([_HUGE_LOG_BUDGET])
-            optima.append(
-                [math.log(allocation.num_params), math.log(allocation.num_tokens)]
-            )
+            optima.append([math.log(x) for x in allocation])
         except (ValueError, OverflowError):  # a resample without an optimum
             continue
     if len(optima) < 2:
@@ -94,7 +94,7 @@ def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
             k=fit.num_free,
         )
 
-    low, high = np.exp(interval([optimum.num_params, optimum.num_tokens], optima))
+    low, high = np.exp(interval([*optimum], optima))
     flops = None
     if needed:
         log_low, log_high = (float(end[0]) for end in interval([case.flops], needed))
@@ -105,6 +105,7 @@ def optimum_spread(case: PlanCase, optimum: Optimum) -> OptimumSpread | None:
     return OptimumSpread(
         params=(float(low[0]), float(high[0])),
         tokens=(float(low[1]), float(high[1])),
+        loss=(float(low[2]), float(high[2])),
         flops=flops,
         num_resamples=len(samples),
         num_without=len(samples) - len(optima),

@@ -251,6 +251,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_q_heads": 3}, "must be a multiple of"),
         ({"repeats": 0}, "repeats=0 must be at least 1"),
     ],
+    "forecasting": [
+        ({"num_resamples": 0}, "num_resamples=0 must be at least 1"),
+        ({"num_orders": 0}, "num_orders=0 must be at least 1"),
+    ],
     "grpo": [
         ({"tasks": ()}, "tasks=() must be 1 or more of"),
         ({"mismatches": ("luck",)}, "mismatches=('luck',) must be of"),

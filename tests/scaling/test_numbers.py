@@ -315,6 +315,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "data": data,
             "level": 0.9,
         },
+        "fits.join_groups": {"law": laws.CHINCHILLA, "num_groups": 2},
         "fits.make_observations": {
             "law": laws.CHINCHILLA,
             "data": data,
@@ -390,6 +391,18 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         "plan.best_offer": {"offers": OFFERS, "mfu": 0.4},
         "plan.budget_loss": {"powers": POWERS, "num_params": 1e9, "num_tokens": 1e10},
         "plan.cheapest_model": TARGET,
+        "plan.choose_next_runs": {
+            "answer": np.array([0.0, 1.0, 3.0]),
+            "log_losses": np.array([[0.0], [1.0], [2.0]]),
+            "noise_variance": np.ones(1),
+            "flops": np.ones(1),
+            "budget": 2.0,
+        },
+        "plan.evidence_variance": {
+            "noise": 1e-4,
+            "flops": np.ones(1),
+            "target": 2.0,
+        },
         "plan.closed_form_ladder": {
             "num_params": LADDER.num_params,
             "inference_tokens": 1e9,

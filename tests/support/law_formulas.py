@@ -35,6 +35,8 @@ EXAMPLES = {
     "kaplan": [6.4e13, 1.8e13, 0.076, 0.103],
     "kaplan-steps": [11.5, 40.0, 0.077, 0.76],
     "data-constrained": [521.0, 1488.0, 1.87, 0.35, 0.35, 15.4, 5.3],
+    "overfitting": [60.0, 400.0, 2e-3, 0.34, 0.36, 0.8, 0.9, 1.8, 9.0],
+    "joint-experts": [30.0, 40.0, 1.6, -0.2, -0.22, 0.1, 0.2, -0.01, -0.005, 1.8, 300],
     "clark": [-0.082, -0.108, 0.009, 1.1, 1.85, 314.0],
     "broken": [1.5, 120.0, 0.1, 0.08, 1e20, 0.5],
     "learning-rate": [1.79, -0.713, 0.307],
@@ -68,6 +70,16 @@ def plainly(name: str, coefficients: list[float], data: dict) -> np.ndarray:
         y = np.log10(effective)
         return 10 ** (a * x + b * y + c * x * y + d)
 
+    def overfitting(a, b, c, alpha, beta, gamma, delta, E, L0):
+        h = a / N**alpha + b / D**beta + c * N**gamma / U**delta
+        return E + (L0 - E) * h / (1 + h)
+
+    def joint(a, b, c, alpha, beta, delta, omega, gamma, zeta, start, end):
+        effective = 1 / (1 / (experts - 1 + 1 / (1 / start - 1 / end)) + 1 / end)
+        e = np.log(effective)
+        size = a * effective**delta * N ** (alpha + gamma * e)
+        return size + b * effective**omega * D ** (beta + zeta * e) + c
+
     def error(a, b, c, alpha, beta, e0):
         x = a / N**alpha + b / D**beta + c
         return e0 * abs(x / (x - 1j))
@@ -92,6 +104,8 @@ def plainly(name: str, coefficients: list[float], data: dict) -> np.ndarray:
         "kaplan": lambda Nc, Dc, a, b: ((Nc / N) ** (a / b) + Dc / D) ** b,
         "kaplan-steps": lambda a, s, p, q: a / N**p + s / S**q,
         "data-constrained": constrained,
+        "overfitting": overfitting,
+        "joint-experts": joint,
         "clark": clark,
         "broken": lambda a, b, c0, c1, d1, f1: (
             a + b * C**-c0 * (1 + (C / d1) ** (1 / f1)) ** (-c1 * f1)

@@ -21,6 +21,7 @@ SLOW = {
     *("bench_simulate", "bundled_heads", "calibration", "chatbot", "chunked_prefill"),
     "counterfactual",
     *("deepseek", "disaggregation", "expert_parallel", "experts", "fit_coverage"),
+    "forecasting",
     *("flash_attention", "isoflop", "jacobi", "known_entropy", "kv_cache"),
     *("learning_rate", "memory_waste", "page_tables", "preemption", "prefix_caching"),
     *(

@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 
 from jaxkv.validation import ConfigRecord, NonNegativeFloat, NonNegativeInt, Range
 
+ALL_LAWS = "all"
+"""Value of `--law` that fits all laws of the log's columns, and ranks them."""
+
 
 class FitConfig(ConfigRecord):
     """A log, the meaning of its columns, and the laws to fit to its rows."""
@@ -13,7 +16,8 @@ class FitConfig(ConfigRecord):
     """CSV with a header, JSON lines, a JSON array, Parquet, Arrow or .npz, compressed
     or not, or the folder of a sweep."""
     law: str = "chinchilla"
-    """Laws to fit, separated by commas; `jaxkv plan` reads the first one."""
+    """Laws to fit, separated by commas, or all, ranked by held-out error; `jaxkv plan`
+    reads the first one."""
     where: str = ""
     """Rule for the rows to fit, such as 'N <= 400M and seed == 0': N, D, C and L after
     --n-unit and so on, or columns of the file; all other rows are held out and

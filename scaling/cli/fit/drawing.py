@@ -94,7 +94,7 @@ def _draw_residuals(ax: "Axes", result: LogFits) -> None:
     held = ~result.is_fitted
     name, x = _axis(result)
     worst = 0.0
-    for i, law in enumerate(result.laws):
+    for i, law in enumerate(result.laws[:MAX_LAWS]):
         color = colors()[LAW_COLORS[i % len(LAW_COLORS)]]
         off = 100 * np.log(result.loss / result.predicted[i])
         mark = "os^dvP"[i % 6]
@@ -109,6 +109,8 @@ def _draw_residuals(ax: "Axes", result: LogFits) -> None:
         ax.legend()
 
 
+MAX_LAWS = 5
+"""Largest number of laws whose residuals are drawn, the first ones."""
 LAW_COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE)
 """Colours of the laws, in order."""
 

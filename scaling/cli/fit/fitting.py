@@ -9,11 +9,11 @@ from jaxkv.progress import QUIET, Progress
 from jaxkv.report import dumps
 from jaxkv.validation import format_unknown_name
 from scaling.cli.fit import drawing, grids, report
-from scaling.cli.fit.config import FitConfig
+from scaling.cli.fit.config import ALL_LAWS, FitConfig
 from scaling.cli.fit.groups import ROLLOUT, FitGroup, fit_groups
 from scaling.cli.fit.result import LogFits
 from scaling.fits import describe_thinning, measure_goodness, predict, to_json
-from scaling.laws import Law, find_law
+from scaling.laws import LAWS, Law, find_law
 from scaling.logs import SIZE_COLUMNS, Log, LogColumns, find_doubts, mentions, read_log
 from scaling.sweeps import shared_shape
 
@@ -27,7 +27,18 @@ def fit_log(config: FitConfig, progress: Progress = QUIET) -> LogFits:
     Raises:
       ValueError: the log, a rule or a law cannot be used.
     """
-    chosen = [find_law(name) for name in config.laws]
+    if config.laws == (ALL_LAWS,):
+        if config.by:
+            raise ValueError("--law all and --by exclude each other")
+        extra = {pair.partition("=")[0] for pair in config.columns}
+        names = {"num_params", "num_tokens", "flops", *extra}
+        chosen = [
+            law
+            for law in LAWS.values()
+            if law.target == "loss" and {*law.inputs} <= names
+        ]
+    else:
+        chosen = [find_law(name) for name in config.laws]
     if len({law.target for law in chosen}) > 1:
         raise ValueError(f"{config.law}: laws of different targets")
     log = _read_log(config, chosen)
@@ -39,6 +50,7 @@ def fit_log(config: FitConfig, progress: Progress = QUIET) -> LogFits:
     if not is_fitted.any():
         raise ValueError(f"{config.log}: the rule selects no row to fit")
     parts, unfitted = fit_groups(config, chosen, log, is_fitted, progress)
+    chosen = [fit.find_law() for fit in parts[0].fits]
     if config.by:  # groups without a fit are listed, and not drawn
         is_drawn = np.any([part.rows for part in parts], axis=0)
         log = log.take(is_drawn)
@@ -63,7 +75,7 @@ def fit_log(config: FitConfig, progress: Progress = QUIET) -> LogFits:
         loss=log.columns[chosen[0].target],
         is_fitted=is_fitted,
         predicted=predicted,
-        laws=np.array(config.laws),
+        laws=np.array([law.name for law in chosen]),
         sizes=sizes,
         curves=curves,
         frontier=grids.optimum_curve(parts, log.columns),

@@ -1,12 +1,13 @@
 """Fits laws to a whole log, or to each group of its rows, and scores them."""
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
 
 from jaxkv.progress import Progress
-from scaling.cli.fit.config import FitConfig
+from scaling.cli.fit.config import ALL_LAWS, FitConfig
 from scaling.fits import (
     FitResult,
     Objective,
@@ -18,7 +19,7 @@ from scaling.fits import (
 )
 from scaling.fits import fit as fit_law
 from scaling.frontiers import FrontierSet, find_frontiers
-from scaling.laws import Law
+from scaling.laws import CHINCHILLA, Law
 from scaling.logs import Log
 
 ROLLOUT = 0.1
@@ -105,7 +106,10 @@ def _fit_group(
     is_fitted: np.ndarray,
     progress: Progress,
 ) -> FitGroup:
-    """Fits all laws to one group, and finds its frontiers."""
+    """Fits all laws to one group, and finds its frontiers.
+
+    With `--law all`, laws that the runs cannot determine are left out.
+    """
     if not (rows & is_fitted).any():
         raise ValueError(f"{config.log}: the rule selects no row to fit")
     fit_log = log.take(rows & is_fitted)
@@ -116,7 +120,15 @@ def _fit_group(
             np.array([x in selected for x in fit_log.curves.runs])
         )
         fit_log = fit_log._replace(curves=curves if curves.runs else None)
-    fits = [_fit_law(config, law, fit_log, held_out_log, progress) for law in chosen]
+    fits = []
+    for law in chosen:
+        try:
+            fits.append(_fit_law(config, law, fit_log, held_out_log, progress))
+        except ValueError:
+            if config.laws != (ALL_LAWS,) or law is CHINCHILLA:
+                raise
+    if config.laws == (ALL_LAWS,):
+        fits.sort(key=lambda x: x.held_out.mean_error if x.held_out else math.inf)
     frontier_set = find_frontiers(
         fit_log,
         tolerance=config.tolerance,

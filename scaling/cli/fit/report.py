@@ -24,6 +24,9 @@ MAX_TABLE_ROWS = 25
 """Largest number of held-out runs in a table; the largest runs by compute are
 listed."""
 
+MAX_TABLE_LAWS = 5
+"""Largest number of laws in that table."""
+
 FIT_KEYS = (
     "law",
     "coefficients",
@@ -177,18 +180,19 @@ def _held_out(result: LogFits) -> Sheet:
     held = np.flatnonzero(~result.is_fitted)
     shown = held[np.argsort(-result.flops[held], kind="stable")][:MAX_TABLE_ROWS]
     rows = []
+    names = result.laws[:MAX_TABLE_LAWS]
     for i in shown:
         cells = [format_number(int(result.row[i]))]
         sizes = (result.num_params, result.num_tokens, result.flops)
         cells += [f"{x[i]:.3g}" if np.isfinite(x[i]) else "-" for x in sizes]
         cells.append(format_number(float(result.loss[i])))
-        for predicted in result.predicted:
+        for predicted in result.predicted[: len(names)]:
             off = float(np.log(predicted[i] / result.loss[i]))
             cells.append(f"{predicted[i]:.4g} ({_percent(off, '+')})")
         rows.append(cells)
     left = len(held) - len(shown)
     note = f"{left} smaller runs are not listed." if left else ""
-    heads = ("row", "N", "D", "C", "seen", *(str(law) for law in result.laws))
+    heads = ("row", "N", "D", "C", "seen", *(str(law) for law in names))
     return Sheet("held-out runs", heads, rows, note)
 
 

@@ -89,6 +89,8 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
         "prediction_interval": loss_interval(case, best, "prediction"),
         "num_params_interval": sure and sure.params,
         "num_tokens_interval": sure and sure.tokens,
+        "optimum_loss_interval": sure and sure.loss,
+        "extrapolation": extrapolation_ratio(case, train.flops),
         "level": case.level,
         "tokens_per_param": best.num_tokens / best.num_params,
         "num_params_searched": search_params(
@@ -103,6 +105,10 @@ def find_plan(options: PlanOptions, case: PlanCase) -> dict[str, Any]:
         "architecture": design_document(case, best, design),
         "exact_optimum": _shape(other) | {"num_tokens": tokens, "loss": loss},
         "cost_usd": total_bill.usd,
+        "cost_usd_interval": sure
+        and sure.flops
+        and total_bill.usd
+        and tuple(x / case.flops * total_bill.usd for x in sure.flops),
         "training_usd": train.usd,
         "serving_usd": None,
         "devices": None,
@@ -231,6 +237,20 @@ def _equal_loss(case: PlanCase, training_only: Optimum) -> dict[str, float]:
     }
 
 
+_FAR = 10.0
+"""Extrapolation ratio from which a plan has a warning."""
+_VERY_FAR = 100.0
+"""Extrapolation ratio that no public log measures: forecasts there reach 10 to 30."""
+
+
+def extrapolation_ratio(case: PlanCase, train_flops: float) -> float | None:
+    """Returns FLOPs of training over those of the largest fitted run, if known."""
+    fit = case.loss_model.fit
+    if fit is None or "flops" not in fit.ranges:
+        return None
+    return train_flops / fit.ranges["flops"][1]
+
+
 def fit_warnings(case: PlanCase, train_flops: float) -> Iterator[str]:
     """Yields warnings about the fit of the law, none for published constants."""
     loss_model = case.loss_model
@@ -238,11 +258,12 @@ def fit_warnings(case: PlanCase, train_flops: float) -> Iterator[str]:
         return
     yield from loss_model.doubts
     yield from (f"{loss_model.law.name}: {line}" for line in fit.warnings)
-    max_flops = fit.ranges.get("flops", (math.nan, math.nan))[1]
-    if train_flops > 10 * max_flops:
+    ratio = extrapolation_ratio(case, train_flops)
+    if ratio is not None and ratio > _FAR:
+        beyond = f"; beyond {_VERY_FAR:g} times intervals hold no promise"
         yield (
-            f"training takes {train_flops / max_flops:,.3g} times the operations of "
-            "the largest run that was fitted"
+            f"training takes {ratio:,.3g} times the operations of the largest run that "
+            f"was fitted{beyond if ratio > _VERY_FAR else ''}"
         )
 
 

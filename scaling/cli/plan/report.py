@@ -44,10 +44,14 @@ def _plan(document: PlanDocument) -> Iterator[tuple[str, str]]:
     yield "loss", f"{document['loss']:.4f} nats per token"
     if document["interval"] is not None:
         yield level, _range(document["interval"], ".4f")
+    if (ratio := document.get("extrapolation")) is not None:
+        yield "over the largest fitted run", f"{ratio:,.3g} times its operations"
     yield "architecture", _short(document["architecture"])
     yield "its parameters", f"{_counted(document, 'architecture'):,}"
     if document["cost_usd"] is not None:
         yield "cost", f"{document['cost_usd']:,.0f} USD"
+        if (ends := document.get("cost_usd_interval")) is not None:
+            yield level, f"{_range(ends, ',.0f')} USD"
     if document["device_s"] is not None:
         yield "device-hours of training", f"{document['device_s'] / HOUR_S:,.0f}"
     if document["num_devices"] is not None:
@@ -242,7 +246,8 @@ def _loss(case: PlanCase, document: PlanDocument) -> Sheet:
         )
     if document["num_params_interval"] is not None:
         note += f" N* {_range(document['num_params_interval'], '.3g')}, "
-        note += f"D* {_range(document['num_tokens_interval'], '.3g')}."
+        note += f"D* {_range(document['num_tokens_interval'], '.3g')}, "
+        note += f"loss of their optima {_range(document['optimum_loss_interval'])}."
     return Sheet("Which loss?", ("term", "formula", "value"), rows, note)
 
 
@@ -366,7 +371,7 @@ def _short(shape: PlanDocument) -> str:
     )
 
 
-def _range(ends: tuple[float, float], form: str) -> str:
+def _range(ends: tuple[float, float], form: str = ".4f") -> str:
     """Returns an interval as text; "unknown" if an end is infinite or too far away."""
     low, high = ends
     if not (math.isfinite(low) and math.isfinite(high)) or high > _MAX_BAND_RATIO * abs(

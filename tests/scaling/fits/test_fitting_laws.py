@@ -26,7 +26,10 @@ from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 # Laws of the quick tests. The other laws compile as long and are slow tests.
 QUICK = ("chinchilla", "kaplan")
 # Their coefficients may be exchanged for one another, beyond rounding.
-FREE = ("broken", "clark", "krajewski", "data-constrained", "rosenfeld-error")
+FREE = (
+    *("broken", "clark", "krajewski", "data-constrained", "rosenfeld-error"),
+    *("overfitting", "joint-experts"),
+)
 
 
 @pytest.mark.parametrize(

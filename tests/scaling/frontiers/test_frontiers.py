@@ -25,10 +25,12 @@ from scaling.frontiers.frontier import (
     OUTSIDE,
     Find,
     Frontier,
+    Minima,
     are_contradictory,
     compare_exponents,
     disagreement_warning,
 )
+from scaling.frontiers.frontier_set import FrontierSet
 from scaling.frontiers.groups import (
     SAME_SIZE,
     IsoflopGroups,
@@ -456,3 +458,28 @@ def test_a_contradiction_needs_twenty_resamples(
         for exponent, resamples in ((0.5, exponents), (0.5 + difference, 0 * exponents))
     )
     assert are_contradictory(first, second) == expected  # ty: ignore[invalid-argument-type]
+
+
+def test_resamples_stop_if_most_have_no_frontier() -> None:
+    calls = []
+
+    def find(weights: np.ndarray) -> Minima:
+        calls.append(len(weights))
+        minima = Minima.nowhere(len(weights), 2, EDGE)
+        if len(weights) == 1:
+            minima.num_params[:] = minima.num_tokens[:] = [[1e9, 2e9]]
+            minima.loss[:] = [[2.0, 1.9]]
+            minima.reason[:] = 0
+        return minima
+
+    flops = np.array([1e18, 1e19])
+    estimate = bootstrap_frontier("x", find, flops, np.zeros(4, int), resamples=4000)
+    assert calls == [1, 128]
+    assert estimate.num_params is not None
+    assert estimate.num_params.interval is None
+    (line,) = estimate.warnings
+    assert line == "x: most of 128 resamples had no frontier; no interval"
+    groups = IsoflopGroups((), np.empty(0, int), 0)
+    both = [estimate, estimate._replace(method="y", warnings=(f"y{line[1:]}",))]
+    found = FrontierSet(groups, both, [], None, [], [])
+    assert found.warnings == [f"x / y{line[1:]}"]

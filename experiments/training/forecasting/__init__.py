@@ -1,0 +1,3 @@
+"""Forecasts of runs with more compute, on public logs."""
+
+__all__ = []
