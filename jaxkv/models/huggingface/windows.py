@@ -27,7 +27,7 @@ FEED_FORWARD: Mapping[str, FeedForward] = {"mlp": "mlp", "moe": "experts"}
 """Hugging Face's name of layers without attention -> `AttentionKind.feed_forward`."""
 
 
-@validation.checks_numbers(num_layers=(1, MAX_LAYERS))
+@validation.checks_numbers(num_layers=(1, MAX_LAYERS + 1))
 def read_windows(
     family: Family, raw: Mapping[str, Any], num_layers: int
 ) -> list[int | None]:
