@@ -67,10 +67,12 @@ def _rewrite_gemma4(raw: RawConfig) -> RawConfig:
     values = [*by_layer.values()]
     sizes = values[0] if values else {}
     is_equal = all(value == sizes for value in values)
+    # transformers pads the numbers of layers with zeros.
+    layers = {str(x).lstrip("0") or "0" for x in by_layer}
     if (
         not isinstance(sizes, Mapping)
         or {*sizes} - {*_SIZE_KEYS}
-        or (values and {*map(str, by_layer)} != full)
+        or (values and layers != full)
         or not is_equal
     ):
         raise ValueError(
