@@ -381,7 +381,7 @@ def family_table(trials: Trials) -> list[str]:
                 f"`{name}`",
                 f"`{family.architecture}`",
                 trials.cell(refused.replace(family.architecture, "...")),
-                ACCEPTED if family.adapt is None else "no",
+                ACCEPTED,
             ]
         )
     return markdown_table(lines)

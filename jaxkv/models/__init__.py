@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         RecurrenceConfig,
     )
     from jaxkv.models.huggingface.configs import (
+        from_hf,
         read_fields,
         refuse_other_values,
         text_part,

@@ -655,8 +655,7 @@ class ModelConfig:
     def has_special_layers(self) -> bool:
         """True if layers have sizes or inputs of their own, or share K and V (Gemma 4).
 
-        Such models are served on one device. Costs, and training, which reads them,
-        refuse them.
+        Such models are served on one device. Activations of training are not counted.
         """
         return (
             any(

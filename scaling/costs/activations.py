@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 
 from jaxkv import validation
 from scaling.costs.parallelism import Layout
-from scaling.shapes import HeadAttention, ModelShape
+from scaling.shapes import HeadAttention, LayerSizes, ModelShape
 
 type TensorPlace = Literal["every", "attention", "recurrent", "dense", "mixture"]
 """Layers that have a tensor."""
@@ -70,8 +70,13 @@ def stored_tensors(
       number_bytes: bytes of a number, 2 or 4.
 
     Raises:
-      ValueError: a size is out of range.
+      ValueError: a size is out of range, or layers have sizes of their own.
     """
+    if model.layer_sizes:
+        raise ValueError(
+            f"{model.name}: activations of layers with sizes of their own are not "
+            "counted"
+        )
     e = number_bytes
     h = model.hidden_size
     n = model.attention.num_q_heads
@@ -123,7 +128,8 @@ def layer_bytes(
         not applied here.
     """
     layout = layout or Layout()
-    sums: dict[TensorPlace, float] = dict.fromkeys(get_args(TensorPlace.__value__), 0.0)
+    places = get_args(TensorPlace.__value__)
+    sums: dict[TensorPlace | LayerSizes, float] = dict.fromkeys(places, 0.0)
     for tensor in tensors:
         parts = 1
         if tensor.divided == "kv_heads":  # fewer heads than devices are copied

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from jaxkv import validation
 from scaling.costs import parameters
-from scaling.shapes import HeadAttention, ModelShape
+from scaling.shapes import AttentionShape, HeadAttention, ModelShape
 
 type Attention = Literal["full", "causal"]
 """Pairs of query and key that are counted: all of them, or half of them."""
@@ -114,15 +114,16 @@ def forward_terms(
         flops = products * r.state_numbers * model.num_recurrent_layers * tokens
         formula = f"{products} nv dk dv"
         terms.append(FlopTerm("recurrent", STATE_PRODUCTS, formula, flops, "s"))
-    scores, values, formulas = _widths(model, absorbed=past > 0)
-    pairs = batch * model.over_layers(
-        lambda window: twice_pairs(sequence, past, window, attention)
-    )
-    for name, width, formula in (
-        ("scores", scores, formulas[0]),
-        ("values", values, formulas[1]),
-    ):
-        terms.append(FlopTerm("attention", name, formula, pairs * width, "s^2"))
+    is_absorbed = past > 0
+    for name in ("scores", "values"):
+        _, formula = _width(name, model.attention, is_absorbed)
+
+        def flops_of(window: int | None, shape: AttentionShape, name=name) -> int:
+            pairs = twice_pairs(sequence, past, window, attention)
+            return pairs * _width(name, shape, is_absorbed)[0]
+
+        flops = batch * model.over_layers(flops_of)
+        terms.append(FlopTerm("attention", name, formula, flops, "s^2"))
     return tuple(terms)
 
 
@@ -144,17 +145,19 @@ def decode_terms(
       The terms; latent attention works on the latents, see `forward_terms`.
     """
     terms = forward_terms(model, batch=batch, sequence=steps, past=context)
-    scores, values, _ = _widths(model, absorbed=True)
 
     def keys_met(window: int | None) -> int:
         growing = steps if window is None else min(steps, max(window - context, 0))
         met = growing * context + growing * (growing - 1) // 2
         return met + (steps - growing) * min(context + growing, window or 0)
 
-    met = model.over_layers(keys_met)
-    widths = {"scores": scores, "values": values}
+    def count(term: FlopTerm) -> int:
+        return model.over_layers(
+            lambda window, shape: keys_met(window) * _width(term.name, shape, True)[0]
+        )
+
     return tuple(
-        x._replace(flops=2 * batch * met * widths[x.name]) if x.growth == "s^2" else x
+        x._replace(flops=2 * batch * count(x)) if x.growth == "s^2" else x
         for x in terms
     )
 
@@ -215,21 +218,24 @@ def _twice_triangle(length: int, window: int | None) -> int:
     return 2 * window * length - window * window
 
 
-def _widths(model: ModelShape, *, absorbed: bool) -> tuple[int, int, tuple[str, str]]:
-    """Returns numbers multiplied per pair in scores and in values, over all heads.
+def _width(name: str, shape: AttentionShape, is_absorbed: bool) -> tuple[int, str]:
+    """Returns numbers multiplied per pair in scores or values, over all heads.
 
     Latent attention computes keys and values of new tokens from latents. For cached
     tokens it multiplies with the latents of all heads: the matrices for keys and values
     are then applied to queries and outputs, at equal cost.
     """
-    a = model.attention
-    n = model.attention.num_q_heads
-    if isinstance(a, HeadAttention):
-        return n * a.head_dim, n * a.head_dim, ("2 n d t", "2 n d t")
-    if absorbed:
-        formulas = "2 n (c + dr) t", "2 n c t"
-        return n * a.cached_numbers, n * a.kv_rank, formulas
-    return n * a.key_dim, n * a.value_dim, ("2 n (dn + dr) t", "2 n dv t")
+    n = shape.num_q_heads
+    is_score = name == "scores"
+    if isinstance(shape, HeadAttention):
+        return n * shape.head_dim, "2 n d t"
+    if is_absorbed:
+        if is_score:
+            return n * shape.cached_numbers, "2 n (c + dr) t"
+        return n * shape.kv_rank, "2 n c t"
+    if is_score:
+        return n * shape.key_dim, "2 n (dn + dr) t"
+    return n * shape.value_dim, "2 n dv t"
 
 
 def check_sizes(**sizes: int) -> None:

@@ -176,11 +176,14 @@ def max_undivided_params(model: ModelShape, layout: Layout) -> int:
     return max(sum(w.size * times[w.place] for w in weights) for times in stages)
 
 
-def _times(model: ModelShape, layout: Layout, stage: int) -> Counter[str]:
+def _times(model: ModelShape, layout: Layout, stage: int) -> Counter[parameters.Place]:
     """Returns the number of copies of a weight in a pipeline stage, by its place."""
     layers = _layers_of(model, layout, stage)
-    times = Counter(sort for x in layers for sort in model.sorts_of(x))
-    return times | Counter(first=1, every=len(layers), last=1)
+    times: Counter[parameters.Place] = Counter(
+        {"first": 1, "every": len(layers), "last": 1}
+    )
+    times.update(sort for x in layers for sort in model.sorts_of(x))
+    return times
 
 
 def max_device_params(model: ModelShape, layout: Layout) -> DeviceParams:

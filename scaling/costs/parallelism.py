@@ -176,7 +176,7 @@ def check_layout(
     Raises:
       ValueError: a degree does not divide its size; the message has the first one.
     """
-    if model.num_recurrent_layers or model.branches:
+    if model.num_recurrent_layers or model.branches or model.layer_sizes:
         layers = "recurrent layers" if model.num_recurrent_layers else "single branches"
         degrees = {
             "tensor": layout.tensor,
@@ -185,6 +185,9 @@ def check_layout(
             "ulysses": layout.ulysses,
             "pages": layout.pages,
         }
+        if model.layer_sizes:
+            degrees["expert"] = layout.expert
+            layers = "layers with sizes of their own"
         for name, degree in degrees.items():
             if degree > 1:
                 raise ValueError(

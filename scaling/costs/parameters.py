@@ -5,17 +5,21 @@ with all experts or the active ones, of matrix products only, of one device of m
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from scaling.shapes import HeadAttention, ModelShape
+from scaling.shapes import AttentionShape, HeadAttention, LayerSizes, ModelShape
 
-type Place = Literal[
-    "first", "every", "attention", "recurrent", "dense", "mixture", "last", "ahead"
-]
+type Place = (
+    Literal[
+        "first", "every", "attention", "recurrent", "dense", "mixture", "last", "ahead"
+    ]
+    | LayerSizes
+)
 """Position in the model: before the layers; in every layer, in those with attention or
-a recurrent state where a model has both, or in those with a dense or an expert FFN;
-after them; in layers for multi-token prediction."""
+a recurrent state where a model has both, in those with a dense or an expert FFN, or in
+those of some sizes; after them; in layers for multi-token prediction."""
 
 type Split = Literal["none", "heads", "kv_heads", "mlp", "vocab", "experts"]
 """Axis by which tensor (or expert) parallelism divides a weight."""
@@ -26,7 +30,7 @@ class Weight(NamedTuple):
 
     Attributes:
       part: part of the model: embedding, positions, attention, recurrent, mlp,
-        experts, norms, head.
+        experts, layer inputs, norms, head.
       name: description of the weight.
       formula: size in the letters of `shapes.description`.
       size: number of parameters.
@@ -115,6 +119,7 @@ def place_counts(model: ModelShape) -> dict[Place, int]:
         "mixture": model.num_mixture_layers,
         "last": 1,
         "ahead": model.num_ahead_layers,
+        **Counter(model.layer_sizes),
     }
 
 
@@ -125,7 +130,7 @@ def list_weights(model: ModelShape) -> tuple[Weight, ...]:
     Sources: Touvron et al. 2023, arXiv:2302.13971, section 2.2 (Llama); Brown et al.
     2020, arXiv:2005.14165, section 2.1 (GPT); Jiang et al. 2024, arXiv:2401.04088,
     section 2 (Mixtral); DeepSeek-AI 2024, arXiv:2412.19437, section 2 (MLA, shared and
-    routed experts, multi-token prediction).
+    routed experts, multi-token prediction); transformers' `Gemma4TextModel`.
     """
     h = model.hidden_size
     v = model.vocab_size
@@ -133,11 +138,35 @@ def list_weights(model: ModelShape) -> tuple[Weight, ...]:
     weights = [Weight("embedding", "tokens", "v h", v * h, "first", split="vocab")]
     if rows:
         weights.append(Weight("positions", "positions", "r h", rows * h, "first"))
-    layers = [*_attention(model), *_recurrent(model)]
-    if model.num_dense_layers:
-        layers += _mlp(model)
+    if p := model.layer_input_size:
+        num = model.num_layers
+        part = functools.partial(Weight, "layer inputs", place="first")
+        table = Weight("embedding", "by layer", "v L p", v * num * p, "first")
+        weights.append(table._replace(split="vocab"))
+        weights.append(part("projection", "h L p", h * num * p, applied=1))
+        weights.append(part("norm of projections", "p", p))
+    layers = []
+    for sizes in dict.fromkeys(model.layer_sizes):
+        parts = (
+            *_attention(model, sizes.attention, sizes),
+            *_mlp(model, sizes.mlp_size, sizes),
+        )
+        layers += [x._replace(name=f"{x.name}, {sizes.label}") for x in parts]
+    if model.num_attention_layers and not model.layer_sizes:
+        is_every = model.num_attention_layers == model.num_layers
+        place = "every" if is_every else "attention"
+        layers += _attention(model, model.attention, place)
+    layers += _recurrent(model)
+    if model.num_dense_layers and not model.layer_sizes:
+        layers += _mlp(model, model.mlp_size, "dense")
     if model.num_mixture_layers:
         layers += _experts(model)
+    if p:
+        part = functools.partial(Weight, "layer inputs", place="every")
+        layers.append(part("gate and up", "2 h p", 2 * h * p, applied=1))
+        layers.append(_norms(model, "norm of layer inputs", 1, "every"))
+    if model.layer_scale:
+        layers.append(Weight("norms", "layer scale", "1", 1, "every"))
     layers.append(_norms(model, "block norms", model.norms_per_layer, "every"))
     weights += [*layers, _norms(model, "final norm", 1, "last")]
     stored = int(not model.tie_embeddings)
@@ -154,21 +183,22 @@ def list_weights(model: ModelShape) -> tuple[Weight, ...]:
     return tuple(weights)
 
 
-def _attention(model: ModelShape) -> Iterable[Weight]:
-    if not model.num_attention_layers:
-        return
-    is_every = model.num_attention_layers == model.num_layers
-    place = "every" if is_every else "attention"
+def _attention(model: ModelShape, a: AttentionShape, place: Place) -> Iterable[Weight]:
     plain = functools.partial(Weight, "attention", place=place)
     weight = functools.partial(plain, applied=1)
-    a = model.attention
     h = model.hidden_size
-    n = model.attention.num_q_heads
+    n = a.num_q_heads
     if isinstance(a, HeadAttention):
         m = a.num_kv_heads
         d = a.head_dim
         yield weight("query", "h n d", h * n * d, split="heads")
-        yield weight("key and value", "2 h m d", 2 * h * m * d, split="kv_heads")
+        # Matrices of keys and values: one if both are equal, none if they are shared.
+        times = 0 if a.shares_kv else 2 - a.keys_are_values
+        keys = functools.partial(Weight, "attention", place=place, split="kv_heads")
+        letters = "2 " if times == 2 else ""
+        if times:
+            name = "key and value"
+            yield keys(name, f"{letters}h m d", times * h * m * d, applied=1)
         yield weight("output", "n d h", n * d * h, split="heads")
         if a.out_gate:
             yield weight("output gate", "h n d", h * n * d, split="heads")
@@ -176,11 +206,14 @@ def _attention(model: ModelShape) -> Iterable[Weight]:
                 yield plain("output gate bias", "n d", n * d, split="heads")
         if a.qkv_bias:
             yield plain("query bias", "n d", n * d, split="heads")
-            yield plain("key and value bias", "2 m d", 2 * m * d, split="kv_heads")
+            if times:
+                yield keys("key and value bias", f"{letters}m d", times * m * d)
         if a.out_bias:
             yield plain("output bias", "h", h)
         if a.qk_norm and a.qk_norm_over == "layer":
             yield plain("query and key norms", "(n + m) d", (n + m) * d, split="heads")
+        elif a.qk_norm and a.shares_kv:
+            yield plain("query norm", "d", d)
         elif a.qk_norm and model.norm != "plain":
             yield plain("query and key norms", "2 d", 2 * d)
         if a.sinks:
@@ -250,11 +283,10 @@ def _recurrent(model: ModelShape) -> Iterable[Weight]:
         yield plain("biases of projections", "2 nk dk + 2 nv dv + nv + h", size)
 
 
-def _mlp(model: ModelShape) -> Iterable[Weight]:
+def _mlp(model: ModelShape, i: int, place: Place) -> Iterable[Weight]:
     h = model.hidden_size
-    i = model.mlp_size
     up = 1 + model.gated
-    weight = functools.partial(Weight, "mlp", place="dense")
+    weight = functools.partial(Weight, "mlp", place=place)
     times = "2 " if model.gated else ""
     name = "gate and up" if model.gated else "up"
     yield weight(name, f"{times}h i", up * h * i, applied=1, split="mlp")
@@ -281,6 +313,9 @@ def _experts(model: ModelShape) -> Iterable[Weight]:
     if x.latent_size is not None:
         yield weight("latent, down and up", "2 h l", 2 * h * width)
     yield weight("router", "e h", e * h)
+    if x.beside_mlp:
+        yield plain("scales of router and experts", "h + e", h + e)
+        yield _norms(model, "norms of experts and MLP", 3, "mixture")
     if x.gate_bias:
         yield plain("routing correction", "e", e)
     if x.router_bias:

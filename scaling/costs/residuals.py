@@ -46,10 +46,13 @@ def list_residuals(
       number_bytes: bytes of an activation: 4 in float32, 2 in bfloat16.
 
     Raises:
-      ValueError: the model has experts, latent attention or recurrent layers.
+      ValueError: the model has experts, latent attention, recurrent layers or layers
+        of different sizes.
     """
     if config.recurrence is not None:
         raise ValueError("residuals of recurrent layers are not listed")
+    if config.has_special_layers:
+        raise ValueError("residuals of layers of different sizes are not listed")
     if config.latent is not None:
         raise ValueError("residuals of latent attention are not listed")
     if config.residual == "single":

@@ -15,7 +15,7 @@ from scaling.costs import flops as costs_flops
 from scaling.costs import parameters
 from scaling.costs.devices import Device, Precision
 from scaling.costs.flops import Attention, forward_terms, total_flops
-from scaling.shapes import ModelShape
+from scaling.shapes import AttentionShape, ModelShape
 
 NUMBER_BYTES_RANGE = "[0.01, 100]"
 """Interval of the bytes of a weight or of a number of K or V."""
@@ -72,7 +72,7 @@ def kv_bytes_per_token(model: ModelShape, *, kv_bytes: int | float = 2) -> int |
       model: shape of the model.
       kv_bytes: bytes of one number.
     """
-    return model.num_attention_layers * model.attention.cached_numbers * kv_bytes
+    return model.over_layers(lambda _, shape: shape.cached_numbers) * kv_bytes
 
 
 @validation.checks_numbers(tokens=(0, 2**63), kv_bytes=NUMBER_BYTES_RANGE)
@@ -84,8 +84,18 @@ def sequence_kv_bytes(
     Pages that are not released behind windows hold `tokens` times
     `kv_bytes_per_token`.
     """
-    layer_tokens = model.over_layers(lambda window: min(tokens, window or tokens))
-    return layer_tokens * model.attention.cached_numbers * kv_bytes
+    numbers = model.over_layers(
+        lambda window, shape: min(tokens, window or tokens) * shape.cached_numbers
+    )
+    return numbers * kv_bytes
+
+
+def _read_kv_bytes(model: ModelShape, tokens: int, kv_bytes: int | float) -> float:
+    """Returns the KV cache bytes that all layers read, shared K and V once a layer."""
+    numbers = model.over_layers(
+        lambda window, shape: min(tokens, window or tokens) * shape.read_numbers
+    )
+    return numbers * kv_bytes
 
 
 @validation.checks_numbers(
@@ -109,10 +119,12 @@ def pool_kv_bytes(
         `EngineConfig.num_window_pages`; 0 if they have the pages of the pool.
       kv_bytes: bytes of one number.
     """
-    pages = model.over_layers(
-        lambda window: num_window_pages if window and num_window_pages else num_pages
-    )
-    return pages * page_size * model.attention.cached_numbers * kv_bytes
+
+    def count(window: int | None, shape: AttentionShape) -> int:
+        pages = num_window_pages if window and num_window_pages else num_pages
+        return pages * shape.cached_numbers
+
+    return model.over_layers(count) * page_size * kv_bytes
 
 
 @validation.checks_numbers(kv_bytes=NUMBER_BYTES_RANGE)
@@ -143,13 +155,14 @@ def weight_bytes_read(
     probability.
     """
     places = parameters.place_counts(model)
+    rows = {"embedding": model.vocab_size, "positions": model.position_rows}
     numbers = 0.0
     for weight in parameters.list_weights(model):
         if weight.place == "ahead":
             continue
         copies = weight.size * places[weight.place]
-        if weight.part in ("embedding", "positions"):
-            numbers += tokens * model.hidden_size
+        if weight.part in rows:
+            numbers += tokens * (weight.size // rows[weight.part])
         elif weight.stored > 1:
             missed = (1 - weight.active / weight.stored) ** tokens
             numbers += copies * weight.stored * (1 - missed)
@@ -186,7 +199,7 @@ def decode_work(
         flops=total_flops(terms),
         weight_bytes=weight_bytes_read(model, batch, weight_bytes=weight_bytes),
         # The context is read; the key of the newest token was written just before.
-        kv_bytes=batch * sequence_kv_bytes(model, context, kv_bytes=kv_bytes)
+        kv_bytes=batch * _read_kv_bytes(model, context, kv_bytes)
         + batch * kv_bytes_per_token(model, kv_bytes=kv_bytes)
         + 2 * batch * sequence_state_bytes(model, kv_bytes=kv_bytes),
     )
@@ -225,7 +238,7 @@ def prefill_work(
     # K and V are written once and read once; further reads of tiles depend on the
     # kernel.
     written = batch * prompt * kv_bytes_per_token(model, kv_bytes=kv_bytes)
-    read = batch * sequence_kv_bytes(model, past + prompt, kv_bytes=kv_bytes)
+    read = batch * _read_kv_bytes(model, past + prompt, kv_bytes)
     return ServingWork(
         flops=total_flops(terms),
         weight_bytes=weight_bytes_read(

@@ -6,8 +6,10 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from scaling.shapes.description import (
+        AttentionShape,
         HeadAttention,
         LatentAttention,
+        LayerSizes,
         MixtureShape,
         ModelShape,
         RecurrentShape,

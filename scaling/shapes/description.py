@@ -35,6 +35,10 @@ class HeadAttention(ConfigRecord):
     """True if each query head has a score without a key (gpt-oss)."""
     out_gate: bool = False
     """True if a product of the size of the queries' scales the outputs (Qwen3.5)."""
+    keys_are_values: bool = False
+    """True if one product computes keys and values; both are cached (Gemma 4)."""
+    shares_kv: bool = False
+    """True if the layer reads K and V of an earlier one, and has none (Gemma 4)."""
 
     def __post_init__(self) -> None:
         """Validates the head counts."""
@@ -63,6 +67,11 @@ class HeadAttention(ConfigRecord):
     @property
     def cached_numbers(self) -> int:
         """Numbers of a token in the KV cache of one layer: K and V."""
+        return 0 if self.shares_kv else self.read_numbers
+
+    @property
+    def read_numbers(self) -> int:
+        """Numbers of a token that attention reads, also of an earlier layer."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -102,6 +111,30 @@ class LatentAttention(ConfigRecord):
     def cached_numbers(self) -> int:
         """Cached numbers of a token in one layer: the latent and the rotary key."""
         return self.kv_rank + self.rope_dim
+
+    @property
+    def read_numbers(self) -> int:
+        """Numbers of a token that attention reads."""
+        return self.cached_numbers
+
+
+type AttentionShape = HeadAttention | LatentAttention
+"""Shape of the attention of a layer."""
+
+
+class LayerSizes(ConfigRecord):
+    """Sizes of a layer with attention and an MLP, in a model whose layers differ."""
+
+    attention: HeadAttention
+    mlp_size: PositiveInt
+    """FFN width of the MLP, which is next to experts if there are any."""
+
+    @property
+    def label(self) -> str:
+        """The sizes in the letters of the formulas."""
+        a = self.attention
+        sizes = f"d={a.head_dim}, m={a.num_kv_heads}, i={self.mlp_size}"
+        return f"{sizes}, shared K and V" if a.shares_kv else sizes
 
 
 class RecurrentShape(ConfigRecord):
@@ -175,6 +208,9 @@ class MixtureShape(ConfigRecord):
     """True if the products of an expert have biases (gpt-oss)."""
     gate_bias: bool = False
     """True if routing adds a correction to each expert's score (DeepSeek-V3)."""
+    beside_mlp: bool = False
+    """True if a layer adds an MLP to its experts, with a norm of each output, a norm of
+    the experts' input, and scales of the router's inputs and of experts (Gemma 4)."""
 
     def __post_init__(self) -> None:
         """Validates the counts."""
@@ -193,9 +229,16 @@ class ModelShape(ConfigRecord):
     vocab_size: PositiveInt
     hidden_size: PositiveInt
     num_layers: PositiveInt
-    attention: HeadAttention | LatentAttention
+    attention: AttentionShape
     mlp_size: PositiveInt
     """FFN width of the dense layers."""
+    layer_sizes: tuple[LayerSizes, ...] = ()
+    """Sizes of each layer in place of `attention` and `mlp_size`, if layers differ."""
+    layer_input_size: NonNegativeInt = 0
+    """Width of an embedding of each layer, whose gated product is added to the layer's
+    output (Gemma 4); 0 without."""
+    layer_scale: bool = False
+    """True if a learned number scales the output of each layer."""
     gated: bool = True
     """True if an MLP has a gate next to its up projection: three matrices, not two."""
     mlp_bias: bool = False
@@ -259,6 +302,18 @@ class ModelShape(ConfigRecord):
                 f"{len(self.recurrent_layers)} recurrent_layers for "
                 f"num_layers={self.num_layers}"
             )
+        if self.layer_sizes and (self.branches or self.recurrent_layers):
+            raise ValueError("layer_sizes need attention and an MLP in every layer")
+        if len(self.layer_sizes) not in (0, self.num_layers):
+            raise ValueError(
+                f"{len(self.layer_sizes)} layer_sizes for num_layers={self.num_layers}"
+            )
+        if self.experts and self.experts.beside_mlp != bool(self.layer_sizes):
+            raise ValueError(
+                f"experts.beside_mlp={self.experts.beside_mlp} needs layer_sizes"
+                if self.experts.beside_mlp
+                else "layer_sizes with experts need experts.beside_mlp"
+            )
 
     @property
     def num_mixture_layers(self) -> int:
@@ -272,8 +327,11 @@ class ModelShape(ConfigRecord):
             return self.branches.count("dense")
         return self.num_layers - self.num_mixture_layers
 
-    def sorts_of(self, layer: int) -> tuple[LayerSort, ...]:
-        """Returns the branches of a layer."""
+    def sorts_of(self, layer: int) -> tuple[LayerSort | LayerSizes, ...]:
+        """Returns the branches of a layer; sizes are those of attention and an MLP."""
+        if self.layer_sizes:
+            is_mixture = self.mixture_layers[layer]
+            return (self.layer_sizes[layer], *(("mixture",) if is_mixture else ()))
         if self.branches:
             return (self.branches[layer],)
         is_recurrent = bool(self.recurrent_layers) and self.recurrent_layers[layer]
@@ -295,18 +353,26 @@ class ModelShape(ConfigRecord):
         return self.num_layers - self.num_recurrent_layers
 
     @property
-    def attention_windows(self) -> tuple[int | None, ...]:
-        """Windows of the layers with attention."""
+    def attention_layers(self) -> tuple[tuple[int | None, AttentionShape], ...]:
+        """Window and shape of each layer with attention."""
+        if self.layer_sizes:
+            shapes = [sizes.attention for sizes in self.layer_sizes]
+            return tuple(zip(self.windows, shapes, strict=True))
         return tuple(
-            window
+            (window, self.attention)
             for layer, window in enumerate(self.windows)
             if "attention" in self.sorts_of(layer)
         )
 
-    def over_layers(self, of_window: Callable[[int | None], int]) -> int:
-        """Sums a function of a layer's window over the layers with attention."""
-        kinds = Counter(self.attention_windows).items()
-        return sum(layers * of_window(window) for window, layers in kinds)
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """Windows of the layers with attention."""
+        return tuple(window for window, _ in self.attention_layers)
+
+    def over_layers(self, count: Callable[[int | None, AttentionShape], int]) -> int:
+        """Sums a function of window and shape over the layers with attention."""
+        kinds = Counter(self.attention_layers).items()
+        return sum(layers * count(*kind) for kind, layers in kinds)
 
 
 def describe_fields(fields: Mapping[str, Any]) -> ModelShape:
@@ -327,15 +393,16 @@ def describe_fields(fields: Mapping[str, Any]) -> ModelShape:
     parts = {
         "norm": {"layer": "layer", "rms_plain": "plain"}.get(norm, "rms"),
         "norms_per_layer": 4 if fields.get("norm_places") == "both" else 2,
-        "experts": _build(MixtureShape, experts) if experts else None,
-        "recurrent": _build(RecurrentShape, recurrent) if recurrent else None,
-        "attention": _build(attention, fields),
+        "experts": build_record(MixtureShape, experts) if experts else None,
+        "recurrent": build_record(RecurrentShape, recurrent) if recurrent else None,
+        "attention": build_record(attention, fields),
         "position_rows": rows,
     }
-    return _build(ModelShape, {**fields, **parts})
+    return build_record(ModelShape, {**fields, **parts})
 
 
-def _build[T](kind: type[T], fields: Mapping[str, Any]) -> T:
+def build_record[T](kind: type[T], fields: Mapping[str, Any]) -> T:
+    """Builds a dataclass from a mapping that also has other keys."""
     return kind(**{name: fields[name] for name in field_names(kind) if name in fields})
 
 

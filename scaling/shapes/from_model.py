@@ -1,7 +1,13 @@
 """Shapes of `jaxkv` model configs."""
 
-from jaxkv.models import ModelConfig
-from scaling.shapes.description import ModelShape, describe_fields
+from jaxkv.models import AttentionKind, ModelConfig
+from scaling.shapes.description import (
+    HeadAttention,
+    LayerSizes,
+    ModelShape,
+    build_record,
+    describe_fields,
+)
 
 
 def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
@@ -12,13 +18,8 @@ def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
       name: name in tables; the model's family by default.
 
     Raises:
-      ValueError: layers have sizes or inputs of their own, or share K and V.
+      ValueError: layers have both sizes of their own and experts in place of an MLP.
     """
-    if config.has_special_layers:
-        raise ValueError(
-            f"{name or config.family}: layers with sizes or inputs of their own, or "
-            "shared K and V, are not counted"
-        )
     # Imports JAX, without which `jaxkv cost` starts.
     from jaxkv.models import NORMS
 
@@ -44,5 +45,18 @@ def describe_config(config: ModelConfig, *, name: str = "") -> ModelShape:
             "recurrent" if kind.is_recurrent else names[kind.feed_forward]
             for kind in kinds
         )
+    if config.has_special_layers:
+        parts["layer_sizes"] = tuple(
+            _describe_sizes(config, config.attention_kinds[config.kind_of(layer)])
+            for layer in range(config.num_layers)
+        )
     latent = {} if config.latent is None else vars(config.latent)
     return describe_fields({**vars(config), **latent, **parts})
+
+
+def _describe_sizes(config: ModelConfig, kind: AttentionKind) -> LayerSizes:
+    """Returns the sizes of the layers of a kind."""
+    sizes = vars(config.of_kind(kind)) | {"shares_kv": kind.shares_kv}
+    return LayerSizes(
+        attention=build_record(HeadAttention, sizes), mlp_size=sizes["mlp_size"]
+    )

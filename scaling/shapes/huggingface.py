@@ -13,6 +13,7 @@ from jaxkv import files, validation
 from jaxkv.models import (
     FAMILIES,
     Family,
+    from_hf,
     parse_size,
     read_fields,
     read_windows,
@@ -30,6 +31,7 @@ from scaling.shapes.description import (
     describe_fields,
     field_names,
 )
+from scaling.shapes.from_model import describe_config
 
 MAX_SIZE = 2**40
 
@@ -78,9 +80,7 @@ def describe_huggingface(raw: Mapping[str, object], *, name: str = "") -> ModelS
     kind = family_of(raw)
     family = FAMILIES[kind]
     if family.adapt is not None:
-        raise ValueError(
-            f"model_type={kind!r} is not counted: its layers have sizes of their own"
-        )
+        return describe_config(from_hf(raw), name=name or kind)
     raw = without_aliases(family, raw)
     refuse_other_values(family, raw)
     keys = {key: x for key, x in family.keys.items() if x.fields[0] in _COUNTED_FIELDS}

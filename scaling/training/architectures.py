@@ -136,7 +136,8 @@ def resize_model[A: (ModelConfig, recurrent.RecurrentConfig)](
 
     Raises:
       ValueError: no shape is within 5 %, or `base` has experts, which have no single
-        width, or latent attention or recurrent layers, which have several.
+        width, or latent attention, recurrent layers or layers of different sizes,
+        which have several.
     """
     if isinstance(base, ModelConfig):
         if base.experts is not None:
@@ -147,6 +148,8 @@ def resize_model[A: (ModelConfig, recurrent.RecurrentConfig)](
             raise ValueError("layers with one branch are not sized by one dial")
         if base.recurrence is not None:
             raise ValueError("recurrent layers are not sized by one dial")
+        if base.has_special_layers:
+            raise ValueError("layers of different sizes are not sized by one dial")
         nearest_shape: Any = _wide(base, num_params)
     else:
         # A GRU, the smaller of both kinds, has more than 4 h^2 parameters a layer.

@@ -98,6 +98,30 @@ CASES = [
     ),
     ("opt", {"tie_word_embeddings": False, "num_hidden_layers": 3}),
     ("gemma3_text", {"num_hidden_layers": 8, "sliding_window": 512}),
+    ("gemma4_text", {"num_hidden_layers": 13, "num_kv_shared_layers": 6}),
+    (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 12,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 96,
+        },
+    ),
+    (
+        "gemma4_text",
+        {
+            "num_hidden_layers": 8,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
 ]
 
 KEYS = """
@@ -119,6 +143,8 @@ conv_kernel layers_block_type mamba_head_dim mamba_num_heads moe_latent_size
 moe_shared_expert_intermediate_size n_groups ssm_state_size use_bias use_conv_bias
 block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of conv_bias
 conv_L_cache num_dense_layers
+attention_k_eq_v enable_moe_block hidden_size_per_layer_input num_kv_shared_layers
+per_layer_config top_k_experts use_double_wide_mlp vocab_size_per_layer_input
 """.split()
 
 
@@ -129,13 +155,14 @@ def count_parameters(name: str, change: dict) -> dict:
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     sizes = {id(x): x.numel() for x in model.parameters()}
-    corrections = [x.numel() for at, x in model.named_buffers() if "_bias" in at]
+    counted = "_bias", "layer_scalar"
+    buffers = [x.numel() for at, x in model.named_buffers() if at.endswith(counted)]
     values = json.loads(config.to_json_string(use_diff=False))
     return {
         "config": {"model_type": name}
         | {key: values[key] for key in KEYS if key in values},
         "parameters": sum(sizes.values()),
-        "buffers": sum(corrections),
+        "buffers": sum(buffers),
     }
 
 

@@ -22,9 +22,12 @@ from scaling.shapes import MixtureShape, ModelShape
 
 def answer_questions(case: CostCase) -> list[tuple[str, str]]:
     """Returns all questions with their answers."""
+    boundaries = "Activations of layers with sizes of their own are not counted."
+    if case.has_activations:
+        boundaries = _boundaries(case)
     return [
         ("Why does training take 3 forward passes?", _times_three(case)),
-        ("Q1: memory with checkpoints at layer boundaries?", _boundaries(case)),
+        ("Q1: memory with checkpoints at layer boundaries?", boundaries),
         ("Q2: how much does a pipeline send?", _pipeline(case)),
         ("Which terms grow with s squared, which with h?", _quadratic(case)),
         ("How does a mixture of experts change the costs?", _mixture(case)),
@@ -88,12 +91,12 @@ def _quadratic(case: CostCase) -> str:
     model = case.model
     square = sum(x.flops for x in terms if x.growth == "s^2")
     total = total_flops(terms)
-    num_pairs = model.over_layers(
-        lambda window: twice_pairs(case.sequence, 0, window, case.attention)
-    )
-    pair_flops = square / num_pairs  # of a pair, summed over layers without windows
+    wide = case.evaluate(forward_terms, model=dataclasses.replace(model, windows=()))
+    wide_square = sum(x.flops for x in wide if x.growth == "s^2")
+    # Operations of a pair, summed over layers without windows.
+    pair_flops = wide_square / twice_pairs(case.sequence, 0, None, case.attention)
     half = 1 if case.attention == "causal" else 2
-    equal = 2 * count_parameters(model).matmul / (pair_flops * half * model.num_layers)
+    equal = 2 * count_parameters(model).matmul / (pair_flops * half)
     answer = (
         "Only attention scores and the weighted sum of values: each query attends to "
         "each key, 4 n d s operations per token and layer. For this model they are "
@@ -115,7 +118,12 @@ def _mixture(case: CostCase) -> str:
         return _real_mixture(case)
     mixed = dataclasses.replace(
         model,
-        experts=MixtureShape(num_experts=8, top_k=2, size=model.mlp_size),
+        experts=MixtureShape(
+            num_experts=8,
+            top_k=2,
+            size=model.mlp_size,
+            beside_mlp=bool(model.layer_sizes),
+        ),
         mixture_layers=(True,),
         branches=_exchange(model.branches, "dense", "mixture"),
     )
@@ -140,6 +148,10 @@ def _real_mixture(case: CostCase) -> str:
         model,
         experts=None,
         mlp_size=size,
+        layer_sizes=tuple(
+            dataclasses.replace(x, mlp_size=x.mlp_size + size)
+            for x in model.layer_sizes
+        ),
         mixture_layers=(),
         branches=_exchange(model.branches, "mixture", "dense"),
         num_ahead_layers=0,
@@ -174,8 +186,9 @@ def _where(model: ModelShape, case: CostCase) -> str:
     """Compares tensor and expert parallelism, over the most devices that both allow."""
     x = model.experts
     assert x is not None
-    if model.num_recurrent_layers:
-        return "Recurrent layers are not divided over devices yet."
+    if model.num_recurrent_layers or model.layer_sizes:
+        sort = "Layers of different sizes" if model.layer_sizes else "Recurrent layers"
+        return f"{sort} are not divided over devices yet."
     for p in (8, 4, 2):
         sizes = (model.attention.num_q_heads, model.mlp_size, x.num_experts, x.size)
         shared = model.attention.num_kv_heads

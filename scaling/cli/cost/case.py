@@ -63,6 +63,11 @@ class CostCase(NamedTuple):
         return self.device.ridge(self.dtype)
 
     @property
+    def has_activations(self) -> bool:
+        """True if activations of the model, and its training memory, are counted."""
+        return not self.model.layer_sizes
+
+    @property
     def stored(self) -> tuple[StoredTensor, ...]:
         """Tensors that a layer keeps for the backward pass."""
         return self.evaluate(stored_tensors, number_bytes=self.bytes_per_param.weight)

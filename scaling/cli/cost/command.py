@@ -191,8 +191,19 @@ def to_document(case: CostCase) -> dict[str, Any]:
     model = case.model
     tokens = case.batch * case.sequence
     step = case.evaluate(training_step_flops)
-    memory = case.evaluate(training_memory)
     params = count_parameters(model)
+    memory: dict[str, float] = {}
+    training: dict[str, Any] = {}
+    if case.has_activations:
+        terms = case.evaluate(training_memory)
+        sums = {"model_state": terms.model_state, "total": terms.total}
+        memory = terms._asdict() | sums
+        training = {
+            "activation_bytes_per_token": {
+                f"{x.part}: {x.name}": x.bytes for x in case.stored
+            },
+            "one_layer": tables.one_layer(case),
+        }
     places = place_counts(model)
     decode = case.evaluate(decode_work)
     prefill = case.evaluate(prefill_work)
@@ -226,16 +237,8 @@ def to_document(case: CostCase) -> dict[str, Any]:
                 for name, part_terms in terms.items()
             },
         },
-        "memory_bytes": memory._asdict()
-        | {
-            "model_state": memory.model_state,
-            "total": memory.total,
-            "serving_weights": params.total * case.number_bytes,
-        },
-        "activation_bytes_per_token": {
-            f"{x.part}: {x.name}": x.bytes for x in case.stored
-        },
-        "one_layer": tables.one_layer(case),
+        "memory_bytes": memory | {"serving_weights": params.total * case.number_bytes},
+        **training,
         "kv_bytes_per_token": case.evaluate(kv_bytes_per_token),
         "kv_bytes_per_sequence": case.evaluate(sequence_kv_bytes, tokens=case.sequence),
         "state_bytes_per_sequence": case.evaluate(sequence_state_bytes),

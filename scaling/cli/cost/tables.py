@@ -23,8 +23,9 @@ from scaling.shapes import HeadAttention
 def cost_sheets(case: CostCase, document: dict[str, Any]) -> list[Sheet]:
     """Returns all tables; `document` has the numbers that are also in the JSON."""
     sheets = [_shape(case), _weights(case), _conventions(case), *_flops(case)]
-    sheets += [_memory(case), _activations(case)]
-    sheets.append(_one_layer(case, document["one_layer"]))
+    if case.has_activations:
+        sheets += [_memory(case), _activations(case)]
+        sheets.append(_one_layer(case, document["one_layer"]))
     return [*sheets, *device_tables.device_sheets(case, document)]
 
 
@@ -40,7 +41,9 @@ def symbols(case: CostCase) -> list[tuple[str, int, str]]:
         ("L", model.num_layers, "layers"),
         ("n", a.num_q_heads, "query heads"),
     ]
-    if isinstance(a, HeadAttention):
+    if model.layer_sizes:  # d, m and i are in the names of weights
+        rows.append(("p", model.layer_input_size, "width of the inputs by layer"))
+    elif isinstance(a, HeadAttention):
         rows.append(("m", a.num_kv_heads, "KV heads"))
         rows.append(("d", a.head_dim, "head size"))
     else:
@@ -59,7 +62,7 @@ def symbols(case: CostCase) -> list[tuple[str, int, str]]:
             ("dv", r.value_dim, "their value size"),
             ("w", r.kernel_size, "tokens of their convolution"),
         ]
-    if model.num_dense_layers:
+    if model.num_dense_layers and not model.layer_sizes:
         rows.append(("i", model.mlp_size, "FFN width"))
     if x is not None:
         rows += [
@@ -85,6 +88,15 @@ def _shape(case: CostCase) -> Sheet:
         notes.append(
             f"{model.num_recurrent_layers} of {model.num_layers} layers have a state "
             "in place of K and V."
+        )
+    if model.layer_sizes:
+        num_shared = sum(
+            not shape.cached_numbers for _, shape in model.attention_layers
+        )
+        notes.append(
+            "Layers have d, m and i of their own. "
+            f"{num_shared} of {model.num_layers} layers read K and V of earlier ones. "
+            "Activations of such layers, and so training memory, are not counted."
         )
     if model.branches:
         notes.append("A layer has one branch.")
@@ -263,7 +275,7 @@ def _activations(case: CostCase) -> Sheet:
         for x in tensors
     ]
     model = case.model
-    names = {
+    names: dict[object, str] = {
         "attention": "an attention layer",
         "recurrent": "a recurrent layer",
         "dense": "an FFN layer",

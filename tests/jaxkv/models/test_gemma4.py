@@ -26,7 +26,9 @@ from jaxkv.models import (
 )
 from jaxkv.models.huggingface import configs
 from jaxkv.parallel import fit_config
+from scaling.costs import Layout, check_layout, list_residuals, stored_tensors
 from scaling.shapes import describe_config, load_shape
+from scaling.training import resize_model
 from tests.support import engines
 from tests.support.folders import GOLDEN
 
@@ -106,6 +108,8 @@ def test_sizes_of_published_cards_are_those_of_transformers_5() -> None:
     raw |= {"global_head_dim": 14, "num_global_key_value_heads": 1}
     raw |= {"use_bidirectional_attention": "vision"}
     assert configs.from_hf(raw) == expected
+    padded = {f"0{x}": sizes for x, sizes in raw_of()["per_layer_config"].items()}
+    assert configs.from_hf(raw_of() | {"per_layer_config": padded}) == expected
     plain = configs.from_hf(raw_of() | {"per_layer_config": {}})
     assert (plain.head_dim, plain.num_kv_heads) == (10, 2)
     assert configs.from_hf(configs.to_hf(plain)) == plain
@@ -143,10 +147,17 @@ def test_what_such_layers_lack_is_refused() -> None:
     config = read_config(FOLDER)
     with pytest.raises(ValueError, match="tensor=2 must be 1: layers with sizes"):
         fit_config(config, 2)
-    with pytest.raises(ValueError, match="layers with sizes or inputs of their own"):
-        describe_config(config)
-    with pytest.raises(ValueError, match="model_type='gemma4_text' is not counted"):
-        load_shape(FOLDER)
+    shape = load_shape(FOLDER)
+    assert describe_config(config, name=shape.name) == shape
+    with pytest.raises(ValueError, match="activations of layers with sizes of their"):
+        stored_tensors(shape, sequence=8)
+    plain = dataclasses.replace(config, experts=None)
+    with pytest.raises(ValueError, match="different sizes are not sized by one dial"):
+        resize_model(plain, 10_000)
+    with pytest.raises(ValueError, match="residuals of layers of different sizes"):
+        list_residuals(plain)
+    with pytest.raises(ValueError, match="expert=2 must be 1: the layers with sizes"):
+        check_layout(shape, Layout(expert=2, data=2))
     with pytest.raises(ValueError, match=re.escape("layers=(0,) must be None")):
         PagedForward(config, layers=(0,))
     with pytest.raises(ValueError, match="needs qk_norm over heads"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import Command, assert_refused, document, words
+from tests.support.folders import GOLDEN
 
 
 @pytest.fixture
@@ -48,6 +49,21 @@ def test_one_layer_of_the_assignment(cost: Command) -> None:
     }
     mixed = document(cost, "deepseek-v3")["one_layer"]
     assert mixed["num_params"] == 11_507_286_272
+
+
+def test_layers_of_different_sizes_have_no_training_memory(cost: Command) -> None:
+    folder = str(GOLDEN / "gemma4")
+    report = document(cost, folder)
+    assert sum(report["params_by_weight"].values()) == report["num_params"]["total"]
+    assert report["num_params"]["total"] == 89_546
+    assert report["kv_bytes_per_token"] == 2 * (2 * 2 * 10 + 2 * 14)
+    assert {"one_layer", "activation_bytes_per_token"}.isdisjoint(report)
+    assert report["memory_bytes"] == {"serving_weights": 2 * 89_546}
+    text = words(cost, folder)
+    assert "2 of 4 layers read K and V of earlier ones" in text
+    assert "training memory, are not counted" in text
+    line = "tensor=2 must be 1: the layers with sizes of their own of gemma4"
+    assert_refused(cost, f"{folder} --parallel tp=2", line)
 
 
 def test_per_device_costs_and_traffic_of_a_layout(cost: Command) -> None:
