@@ -7,6 +7,7 @@ its slots. A `StepCost` is a cost model of `jaxkv.simulation`; `step_work` takes
 lengths of each slot instead of their sums.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -27,14 +28,16 @@ class StepCost(NamedTuple):
     Attributes:
       flops_per_token: products of a token, without attention scores and the head.
       flops_per_logit: products of the head.
-      flops_per_key: scores and values of a query and a key, in one layer.
+      flops_per_key: scores and values of a query and a key, in a mean layer.
       weight_bytes: bytes of weights that every step reads.
       expert_bytes: bytes of all routed experts; 0 without experts.
       expert_share: k / e, the share of experts that a token uses.
-      kv_bytes: bytes of keys and values of one token in one layer.
+      kv_bytes: bytes of keys and values of one token that a mean layer reads.
       state_bytes: bytes of the states of a sequence in all recurrent layers.
       window: window of each kind of layer; a huge number without one.
-      layers: number of layers of each kind.
+      layers: number of layers of each kind, in layers of mean `flops_per_key`.
+      read_layers: the same, in layers of mean `kv_bytes`.
+      written_share: 0 for layers that read K and V of other layers, else 1.
       flops_per_s: operations per second of all devices.
       bytes_per_s: memory bandwidth of all devices.
       overhead_s: fixed time of a step.
@@ -50,6 +53,8 @@ class StepCost(NamedTuple):
     state_bytes: Float[Array, ""]
     window: Float[Array, " kinds"]
     layers: Float[Array, " kinds"]
+    read_layers: Float[Array, " kinds"]
+    written_share: Float[Array, " kinds"]
     flops_per_s: Float[Array, ""]
     bytes_per_s: Float[Array, ""]
     overhead_s: Float[Array, ""]
@@ -78,7 +83,8 @@ class StepCost(NamedTuple):
             + w.num_logits * self.flops_per_logit
             + jnp.sum(pairs * self.layers, dtype=jnp.float32) * self.flops_per_key
         )
-        num_read = jnp.sum((num_read + tokens) * self.layers, dtype=jnp.float32)
+        moved_rows = num_read + tokens * self.written_share
+        num_read = jnp.sum(moved_rows * self.read_layers, dtype=jnp.float32)
         met = 1.0 - (1.0 - self.expert_share) ** tokens
         moved = self.weight_bytes + self.expert_bytes * met + self.kv_bytes * num_read
         # Each sequence reads and writes its states once.
@@ -151,8 +157,10 @@ def step_cost(
         )
     read_bytes = serving.weight_bytes_read(model, 1, weight_bytes=weight_bytes)
     share = experts.top_k / experts.num_experts if experts else 0.0
-    windows = model.attention_windows
-    kinds = dict.fromkeys(windows)
+    kinds = Counter(model.attention_layers)
+    num_layers = model.num_attention_layers
+    widths = model.over_layers(lambda _, shape: shape.num_q_heads * shape.key_dim)
+    read = model.over_layers(lambda _, shape: shape.read_numbers)
     numbers = {
         "flops_per_token": sum(x.flops for x in terms if x.growth == "s") - head,
         "flops_per_logit": head,
@@ -160,10 +168,20 @@ def step_cost(
         "weight_bytes": read_bytes - share * routed * weight_bytes,
         "expert_bytes": routed * weight_bytes,
         "expert_share": share,
-        "kv_bytes": model.attention.cached_numbers * kv_bytes,
+        "kv_bytes": read / num_layers * kv_bytes,
         "state_bytes": serving.sequence_state_bytes(model, kv_bytes=kv_bytes),
-        "window": [float(window or _ALL) for window in kinds],
-        "layers": [float(windows.count(window)) for window in kinds],
+        "window": [float(window or _ALL) for window, _ in kinds],
+        "layers": [
+            count * shape.num_q_heads * shape.key_dim * num_layers / widths
+            for (_, shape), count in kinds.items()
+        ],
+        "read_layers": [
+            count * shape.read_numbers * num_layers / read
+            for (_, shape), count in kinds.items()
+        ],
+        "written_share": [
+            shape.cached_numbers / shape.read_numbers for _, shape in kinds
+        ],
         "flops_per_s": device.rate(precision) * compute_share * num_devices,
         "bytes_per_s": device.bandwidth * bandwidth_share * num_devices,
         "overhead_s": overhead_s,
@@ -205,9 +223,10 @@ def step_work(
         + num_logits.astype(jnp.float32) * cost.flops_per_logit
         + keys * cost.flops_per_key
     )
-    cached_keys = jnp.minimum(after[None, :], window) * cost.layers[:, None]
+    cached_keys = jnp.minimum(after[None, :], window) * cost.read_layers[:, None]
     read = jnp.sum(jnp.where(fed[None, :] > 0, cached_keys, 0.0), dtype=jnp.float32)
-    written = tokens * jnp.sum(cost.layers, dtype=jnp.float32)
+    written_layers = cost.read_layers * cost.written_share
+    written = tokens * jnp.sum(written_layers, dtype=jnp.float32)
     met_experts = 1.0 - (1.0 - cost.expert_share) ** tokens
     num_fed = jnp.sum(new > 0, dtype=jnp.float32)
     moved = (

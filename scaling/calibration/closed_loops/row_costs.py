@@ -127,6 +127,8 @@ def count_server(server: MeasuredServer) -> RowWork:
         "state_bytes": 0.0,  # counted as context, see `state_tokens`
         "window": 0.0,
         "layers": model.num_attention_layers,
+        "read_layers": model.num_attention_layers,
+        "written_share": 1.0,
         "flops_per_s": device.bfloat16 * num,
         "bytes_per_s": device.bandwidth * num,
         "overhead_s": 0.0,

@@ -4,20 +4,26 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxkv.models import ModelConfig, make_model_pages, param_shapes, read_config
+from jaxkv.simulation import make_work
 from scaling.costs import (
     count_parameters,
     decode_terms,
     decode_work,
+    find_device,
     forward_terms,
     kv_bytes_per_token,
     pool_kv_bytes,
+    roofline,
     sequence_kv_bytes,
     total_flops,
     training_memory,
 )
+from scaling.costs.steps import step_cost, step_work
 from scaling.shapes import describe_config
 from tests.support import engines
 from tests.support.folders import GOLDEN
@@ -106,6 +112,22 @@ def test_shared_keys_are_stored_once_and_read_by_each_layer() -> None:
     more = decode_work(shape, batch=10_001, context=50).weight_bytes
     less = decode_work(shape, batch=10_000, context=50).weight_bytes
     assert more - less == 2 * tables
+
+
+@MODELS
+def test_a_simulated_step_is_the_counted_one(config: ModelConfig) -> None:
+    shape = describe_config(config)
+    device = find_device("h100")
+    cost = step_cost(shape, device)
+    one = jnp.ones(1, jnp.int32)
+    step = step_work(cost, one, 49 * one, jnp.int32(1))
+    counted = decode_work(shape, batch=1, context=50)
+    np.testing.assert_allclose(step.flops, counted.flops, rtol=1e-6)
+    np.testing.assert_allclose(step.bytes, counted.bytes, rtol=1e-6)
+    # By sums of a batch below every window, as `jaxkv simulate` counts.
+    time_s = cost(make_work(num_decodes=1, decode_context=5, num_drawn=1))
+    counted = roofline(decode_work(shape, batch=1, context=5), device)
+    np.testing.assert_allclose(time_s, counted.time_s, rtol=1e-6)
 
 
 def test_what_layers_of_different_sizes_lack_is_refused() -> None:
