@@ -35,7 +35,7 @@ from scaling.cli.simulate.options import (
     parse_sweep,
 )
 from scaling.cli.simulate.summary import RunSummary, find_largest_rates
-from scaling.costs import find_device
+from scaling.costs import find_device, kv_bytes_per_token
 from scaling.shapes import describe
 from tests.support.commands import (
     Command,
@@ -293,6 +293,23 @@ def test_loads_of_a_sweep_are_the_same_requests_faster(simulate: Command) -> Non
     assert np.mean(slow.prompt) == pytest.approx(19.31, rel=0.1)
     assert np.mean(slow.output) == pytest.approx(58.45, rel=0.15)
     assert (slow.prompt + slow.output).max() <= 512
+
+
+@pytest.mark.thorough
+def test_a_server_of_layers_of_different_sizes_is_simulated(simulate: Command) -> None:
+    """Within its windows, whose pages hold K and V of the layers that have them."""
+    lengths = "--rate 2 --prompt-tokens 3 --answer-tokens 2"
+    folder = str(GOLDEN / "gemma4")
+    report = document(simulate, folder, *lengths.split())
+    assert 0 < report["ttft_s"]["mean"] < report["e2e_s"]["mean"] < 1
+    case = resolve_server_case(
+        folder, SimulateOptions(rate=2.0, prompt_tokens="3", answer_tokens="2")
+    )
+    blocks = case.setup.num_kv_blocks
+    room = blocks * 16 * kv_bytes_per_token(case.setup.model)
+    assert 0.8 < room / case.setup.device.memory_bytes < 0.9
+    line = "max_length=7 must be at most 6, the window of gemma4"
+    assert_refused(simulate, f"{folder} {lengths} --max-model-len 7", line)
 
 
 def test_a_prefix_is_cached_in_whole_blocks(simulate: Command) -> None:
