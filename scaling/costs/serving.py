@@ -90,7 +90,9 @@ def sequence_kv_bytes(
     return numbers * kv_bytes
 
 
-def _read_kv_bytes(model: ModelShape, tokens: int, kv_bytes: int | float) -> float:
+def _read_kv_bytes(
+    model: ModelShape, tokens: int, kv_bytes: int | float
+) -> int | float:
     """Returns the KV cache bytes that all layers read, shared K and V once a layer."""
     numbers = model.over_layers(
         lambda window, shape: min(tokens, window or tokens) * shape.read_numbers
