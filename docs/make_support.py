@@ -33,6 +33,7 @@ from jaxkv.parallel import make_mesh, tensor
 from jaxkv.serving import loading
 from jaxkv.speculation import head_folders
 from jaxkv.text.tokenizer import ByteTokenizer
+from scaling.shapes import describe_huggingface
 
 PAGE = Path(__file__).parent / "support.md"
 ACCEPTED = "yes"
@@ -376,12 +377,13 @@ def family_table(trials: Trials) -> list[str]:
         refused = line if line.startswith("architecture ") else ""
         if bool(refused) == family.servable:
             raise AssertionError(f"{name}: {family.servable=}, but {line}")
+        line = error_of(describe_huggingface, raw)
         lines.append(
             [
                 f"`{name}`",
                 f"`{family.architecture}`",
                 trials.cell(refused.replace(family.architecture, "...")),
-                ACCEPTED,
+                trials.cell(line if "is not counted" in line else ""),
             ]
         )
     return markdown_table(lines)

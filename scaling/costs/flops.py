@@ -117,13 +117,13 @@ def forward_terms(
     is_absorbed = past > 0
     for name in ("scores", "values"):
         _, formula = _width(name, model.attention, is_absorbed)
-
-        def flops_of(window: int | None, shape: AttentionShape, name=name) -> int:
-            pairs = twice_pairs(sequence, past, window, attention)
-            return pairs * _width(name, shape, is_absorbed)[0]
-
-        flops = batch * model.over_layers(flops_of)
-        terms.append(FlopTerm("attention", name, formula, flops, "s^2"))
+        flops = model.over_layers(
+            lambda window, shape, name=name: (
+                twice_pairs(sequence, past, window, attention)
+                * _width(name, shape, is_absorbed)[0]
+            )
+        )
+        terms.append(FlopTerm("attention", name, formula, batch * flops, "s^2"))
     return tuple(terms)
 
 
