@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from scaling.training.recipes import (
         LearningRateSchedule,
         OptimizerConfig,
+        ScheduleName,
         StepConfig,
         TrainConfig,
         steps_taken,

@@ -97,6 +97,10 @@ class StepConfig(ConfigRecord):
 PLAIN_STEP = StepConfig()
 
 
+type ScheduleName = Literal["wsd", "cosine", "constant", "stable"]
+"""Name of a learning rate schedule; `stable` is read as `wsd`, which it once named."""
+
+
 class TrainConfig(ConfigRecord):
     """One training run: model, corpus, and all that determines the result."""
 
@@ -115,8 +119,9 @@ class TrainConfig(ConfigRecord):
     """Steps of linear warm-up from zero to the peak."""
     cooldown_steps: int = 200
     """Last steps, of linear decay; a cosine decays over all steps after the warm-up."""
-    schedule: Literal["stable", "cosine"] = "stable"
-    """`stable`: warm-up, constant, cool-down; `cosine`: half a cosine after warm-up."""
+    schedule: ScheduleName = "wsd"
+    """`wsd`: warm-up, stable, (linear) decay; `cosine`: half a cosine after warm-up;
+    `constant`: the peak after warm-up, without a cool-down."""
     final_share: Share = 0.0
     """Share of the peak at which the schedule ends."""
     how: StepConfig = PLAIN_STEP
@@ -130,6 +135,8 @@ class TrainConfig(ConfigRecord):
 
     def __post_init__(self) -> None:
         """Validates the fields."""
+        if self.schedule == "stable":
+            object.__setattr__(self, "schedule", "wsd")
         super().__post_init__()
         for name in ("warmup_steps", "cooldown_steps"):
             Range(0, self.num_steps).check(name, getattr(self, name))
@@ -206,6 +213,8 @@ class LearningRateSchedule(NamedTuple):
         is_cosine = config.schedule == "cosine"
         after = config.num_steps - config.warmup_steps
         cooldown = after if is_cosine else config.cooldown_steps
+        if config.schedule == "constant":
+            cooldown = 0
         counts = (config.warmup_steps, cooldown, config.num_steps)
         return cls(
             jnp.float32(config.learning_rate),

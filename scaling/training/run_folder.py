@@ -236,8 +236,10 @@ def _deciding(run: dict[str, object]) -> dict[str, object]:
     """Removes the layout from a run if it changes only rounding.
 
     With a capacity, or for experts with accumulation, the layout changes dropped rows
-    or balanced loads.
+    or balanced loads. The schedule has its present name.
     """
+    if run.get("schedule") == "stable":
+        run = run | {"schedule": "wsd"}
     how = run.get("how")
     model = run.get("model")
     if not isinstance(how, dict) or not isinstance(layout := how.get("layout"), dict):

@@ -1,5 +1,6 @@
 """Fits learning rate and batch size, predicts the best pair, and scores it."""
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,8 @@ def fit_tuned_file(
         **{name: getattr(config, name) for name in TunedColumns.__annotations__}
     )
     sizes, tables = split_targets(config.predict)
-    cells, num_dropped = read_tuned_runs(config.log, columns, hold_out=config.hold_out)
+    read = functools.partial(read_tuned_runs, columns=columns, where=config.where)
+    cells, num_dropped = read(config.log, hold_out=config.hold_out)
     fitted = [cell for cell in cells if not cell.is_held_out]
     targets: list[tuple[str, RunSize, TunedCell | None]] = [
         (HELD_OUT, cell.size, cell) for cell in cells if cell.is_held_out
@@ -84,7 +86,7 @@ def fit_tuned_file(
     for size in sizes:
         targets.append((PREDICTED, size, _find_cell(cells, size)))
     for path in tables:
-        others, more_dropped = read_tuned_runs(path, columns)
+        others, more_dropped = read(path)
         num_dropped += more_dropped
         targets += [(PREDICTED, cell.size, cell) for cell in others]
     progress.show("surface")

@@ -299,8 +299,16 @@ def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
 
 
 def _sheets(document: Mapping[str, object], records: list[RecordRow]) -> list[Sheet]:
-    """Returns counts, and a row for each cell with its best run."""
+    """Returns counts, and a row for each cell with its best run.
+
+    Batch, weight decay and schedule have columns if they differ between runs.
+    """
     counts = [(name, format_number(value)) for name, value in document.items()]
+    axes = [
+        name
+        for name in ("batch_tokens", "weight_decay", "schedule")
+        if len({record.get(name) for record in records}) > 1
+    ]
     rows = []
     for cell in dict.fromkeys(record["cell"] for record in records):
         selected = [r for r in records if r["cell"] == cell]
@@ -312,11 +320,16 @@ def _sheets(document: Mapping[str, object], records: list[RecordRow]) -> list[Sh
                 f"{best['num_params']:,}",
                 f"{best['num_tokens']:,}",
                 f"{best['flops']:.3g}",
+                *(str(best.get(name)) for name in axes),
                 f"{best['learning_rate']:.3g}",
                 format_best_loss(selected),
                 f"{len(selected)}",
             )
         )
     rows.sort(key=lambda row: (int(row[0]), float(row[3])))
-    heads = ("width", "parameters", "tokens", "FLOP", "best rate", "loss", "runs")
+    heads = (
+        *("width", "parameters", "tokens", "FLOP"),
+        *(name.replace("_", " ") for name in axes),
+        *("best rate", "loss", "runs"),
+    )
     return [Sheet("sweep", ("", ""), counts[1:]), Sheet("cells", heads, rows)]
