@@ -177,7 +177,7 @@ def score_run(
     return score_stream(
         params,
         corpus.held_out,
-        model=run.model,
+        model=run.scaled_model,
         seq_len=run.seq_len,
         num_windows=config.num_eval_windows,
     )
@@ -305,6 +305,7 @@ def make_record(
         "decayed": run.cooldown_steps > 0,
         "schedule": run.schedule,
         "optimizer": run.optimizer.kind,
+        "parametrization": run.parametrization,
         "weight_decay": run.optimizer.weight_decay,
         "learning_rate": run.learning_rate,
         "batch_tokens": batch_tokens,
@@ -325,4 +326,4 @@ def make_record(
         }
         for step, loss in finished.curve
     ]
-    return RunRecord(record, curve, run.model, finished.params)
+    return RunRecord(record, curve, run.scaled_model, finished.params)

@@ -46,6 +46,7 @@ RECORD = {
     "decayed": "true if the learning rate had decayed to zero",
     "schedule": "learning rate schedule: wsd, cosine or constant",
     "optimizer": "kind of the optimizer",
+    "parametrization": "standard or mup",
     "weight_decay": "decoupled weight decay of the layers' matrices",
     "learning_rate": "peak learning rate",
     "batch_tokens": "tokens per step",
@@ -84,6 +85,7 @@ class RecordRow(TypedDict):
     decayed: bool
     schedule: str
     optimizer: str
+    parametrization: str
     weight_decay: float
     learning_rate: float
     batch_tokens: int

@@ -58,7 +58,10 @@ class SweepConfig(ConfigRecord):
     """Peak rates for a model of `base_width`, in equal ratios, tried in every cell."""
     base_width: PositiveInt = 32
     rate_exponent: float = 1.0
-    """A model of width h has the rates times (base_width / h) to this power."""
+    """A model of width h has the rates times (base_width / h) to this power; 0 with
+    `mup`, which scales the rates of matrices itself."""
+    parametrization: Literal["standard", "mup"] = "standard"
+    """See `TrainConfig.parametrization`; the base width is `base_width`."""
     max_extensions: NonNegativeInt = 2
     """Most rates added to the grid for a cell whose best rate is at the edge."""
     seeds: tuple[int, ...] = (0,)
@@ -111,6 +114,11 @@ class SweepConfig(ConfigRecord):
         if any(max(self.batch_sizes) % size for size in self.batch_sizes):
             raise ValueError(
                 f"batch_sizes={self.batch_sizes!r} must divide the largest one"
+            )
+        if self.parametrization == "mup" and self.rate_exponent != 0:
+            raise ValueError(
+                f"rate_exponent={self.rate_exponent:g} must be 0 with "
+                "parametrization='mup'"
             )
         if "stable" in self.schedules:
             raise ValueError(f"schedules={self.schedules!r}: 'stable' is named 'wsd'")
@@ -281,6 +289,8 @@ def train_config(config: SweepConfig, cell: Cell, lane: Lane) -> TrainConfig:
         warmup_steps=min(config.warmup_steps, cell.num_steps),
         cooldown_steps=_steps_of_fall(config, cell.num_steps, setting.schedule),
         schedule=setting.schedule,
+        parametrization=config.parametrization,
+        base_width=config.base_width,
         seed=lane.seed,
     )
 
@@ -317,6 +327,8 @@ def group_id(config: SweepConfig, group: RunGroup, corpus_digest: str) -> str:
 def _deciding(config: SweepConfig, run: TrainConfig, corpus_digest: str) -> dict:
     # The corpus is represented by its digest, independent of its location.
     left_out = {*_IRRELEVANT, "corpus"}
+    if run.parametrization == "standard":  # digests are those of earlier configs
+        left_out |= {"parametrization", "base_width"}
     fields = dataclasses.asdict(run)
     if run.schedule == "wsd":  # digests have its earlier name
         fields["schedule"] = "stable"

@@ -33,6 +33,7 @@ _COMMON = (
     "warmup_steps",
     "schedule",
     "cooldown",
+    "parametrization",
     "num_eval_windows",
 )
 
@@ -153,7 +154,7 @@ def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[st
     described = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     before = folder.header()
     if before:
-        old = before["config"]
+        old = {"parametrization": "standard"} | before["config"]
         if old.get("schedule") == "stable":
             old = old | {"schedule": "wsd"}
         differing = [name for name in _COMMON if old.get(name) != described[name]]
