@@ -94,6 +94,10 @@ def score(
     its derivative is that of `log_softmax(models.logits(...))`. Under `vmap` the bits
     are others.
 
+    Attention multiplies more queries at once than an engine's where a comparison on
+    this machine, made while the function is traced, shows equal bits:
+    `pallas_kernels.paged_attention.choose_run_queries` returns their number.
+
     Args:
       params: parameters of the model, as an engine takes them.
       tokens: prompt and answer of each sequence, with arbitrary padding.
@@ -115,9 +119,9 @@ def score(
       Log-probabilities, at least float32, 0 at the first token and at padding.
 
     Raises:
-      ValueError: the tokens are empty, the sequences exceed the model's learned
-        positions, `sampling` has penalties, or `routes` are not those of the tokens and
-        the model, see `models.check_routes`.
+      ValueError: the tokens are empty, a length in a NumPy array is out of range, the
+        sequences exceed the model's learned positions, `sampling` has penalties, or
+        `routes` are not those of the tokens and the model, see `models.check_routes`.
     """
     if sampling is not None:
         validation.instance("sampling", sampling, Sampling)
@@ -135,6 +139,11 @@ def score(
     tokens = jnp.asarray(tokens)
     if lengths is None:
         lengths = np.full(tokens.shape[:1], tokens.shape[1], np.int32)
+    elif isinstance(lengths, np.ndarray):
+        is_valid = (lengths >= 0) & (lengths <= tokens.shape[1])
+        if not is_valid.all():
+            wrong = lengths[~is_valid].tolist()
+            raise ValueError(f"lengths={wrong} must be in [0, {tokens.shape[1]}]")
     if routes is not None:
         models.check_routes(config, routes, tokens.shape)
         routes = jnp.asarray(routes, jnp.int32)
@@ -274,9 +283,10 @@ def _run_tiles(
     num_rows: Int32[Array, ""],
 ) -> Float[Array, " rows"]:
     """Returns the log-probability of each row's next token."""
-    forward = PagedForward(options.config, "reproducible")
-    model = merge(options.config, params)
     size = _pass_size(options, packed.token.shape[0])
+    attend = functools.partial(pages.layout.attend, long_runs=size > ROW_TILE)
+    forward = PagedForward(options.config, "reproducible", attend=attend)
+    model = merge(options.config, params)
 
     def score_tile(tile: tuple[Array, Array]) -> Array:
         hidden, target = tile

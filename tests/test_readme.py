@@ -373,6 +373,10 @@ def expected_numbers() -> dict[str, list[str]]:
             f"{measured('policy_search', TRAFFICS)[0]:.0f}; "
             f"{measured('policy_search', SHIPPED)[0]:.3f}",
         ],
+        "larger public runs": [
+            written("{:.2f}", measured("forecasting", *HELD_OUT)),
+            f"; {measured('forecasting', 'a fifth of the compute')[0]:.2f} |",
+        ],
         "64 branches of one": [
             f"{measured('counterfactual', 'the branch with the unchanged')[0]:.0f}; "
             f"{measured('counterfactual', 'branches of one program')[0]:.2f}; "
@@ -418,7 +422,11 @@ SPECULATION = [
 ]
 TRANSLATIONS = [f"translations that begin with the same {x} tokens" for x in (80, 341)]
 TRAFFICS = "the policy found has a P90 job time at least 10 % below"
-SHIPPED = "on held-out agent hours the policy found is no worse"
+SHIPPED = "on held-out hours of sessions the policy found is no worse"
+HELD_OUT = [
+    f"90 % intervals contain held-out runs with more compute: {x}"
+    for x in ("Epoch", "Apple", "Llama 3", "Marin", "misfits")
+]
 CHUNKS = "mooncake_synthetic: chunks found by a cache of all pages"
 LATENT = "latent attention reaches a lower loss than multi-head attention"
 SEVENTH = "a mixture needs a seventh of the dense model's compute"
@@ -486,7 +494,8 @@ JUDGED = {
     "public servers": {"public_servers": "(model|developer) left out"},
     "Sardana et al.:": {"total_cost": "to serve 2e12|and it saves"},
     "cheapest model to train": {"total_cost": "without a load|if a served"},
-    "a policy by search": {"policy_search": "the policy found|on held-out agent"},
+    "a policy by search": {"policy_search": "the policy found|on held-out hours of"},
+    "larger public runs": {"forecasting": "90 .*(Ep|Ap|Ll|Ma|mis)|a fifth of"},
     "64 branches of one": {"counterfactual": ""},
     "Chinchilla's loss": {"isoflop": "error of the predicted loss"},
     "mixtures against": {"experts": "a mixture needs"},

@@ -63,7 +63,7 @@ def replay(folder: Path, options: ReplayOptions) -> CommandOutput:
       ValueError: the incident is damaged or of another model, or a policy is unknown.
     """
     from jaxkv.report import from_plain
-    from jaxkv.scheduling import POLICY_NAMES, find_policy
+    from jaxkv.scheduling import POLICY_NAMES, find_eviction, find_policy
     from jaxkv.server import IncidentEngine, model_digests, read_incident
 
     policies = {name: find_policy(name) for name in options.policy}
@@ -87,14 +87,21 @@ def replay(folder: Path, options: ReplayOptions) -> CommandOutput:
         raise ValueError(f"{folder}: has no calls")
     loading = from_plain(generate.ModelOptions, incident.loading, str(folder))
     engine = generate.load_engine(
-        generate.read_model(model, loading), loading, **incident.bounds
+        generate.read_model(model, loading),
+        loading,
+        eviction=find_eviction(incident.policy),
+        **incident.bounds,
     )
     engine.policy = server_policy
     runner = IncidentEngine(engine, incident)
     print("[repeating the calls of the server]", file=sys.stderr)
     calls = runner.replay()
     print("[continuing the state under each policy]", file=sys.stderr)
-    table = runner.compare({incident.policy: server_policy} | policies)
+    names = [*({incident.policy: None} | policies)]
+    table = runner.compare(
+        {incident.policy: server_policy} | policies,
+        {name: find_eviction(name) for name in names},
+    )
     document = {
         "incident": folder,
         "model": incident.model,

@@ -183,7 +183,7 @@ def serve_model(
     validation.check_installed("jaxkv serve", "serve", "fastapi", "uvicorn")
     from jaxkv import server
     from jaxkv.sampling import Sampling
-    from jaxkv.scheduling import find_policy
+    from jaxkv.scheduling import find_eviction, find_policy
     from jaxkv.server import SWITCH_S, AsyncEngine
 
     api_key = options.api_key
@@ -204,13 +204,14 @@ def serve_model(
             )
         return _serve_workers(model, options, key, shown_key, documents)
     # Before the model is read, since a file of a policy is often wrong.
-    policy = find_policy(options.policy or "fcfs")
+    name = options.policy or "fcfs"
+    rules = {"policy": find_policy(name), "eviction": find_eviction(name)}
     read = generate.read_model(model, options.loading)
     longest = read.loaded.config.max_positions
     _check(options, longest)
     with contextlib.closing(server.listen(options.host, options.port)) as listener:
         bounds = _bounds(options, longest, read.page_size)
-        engine = generate.load_engine(read, options.loading, policy=policy, **bounds)
+        engine = generate.load_engine(read, options.loading, **rules, **bounds)
         # Compiles all programs before the first request.
         engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
         recorder = None

@@ -96,12 +96,17 @@ if TYPE_CHECKING:
         replace_tokens,
     )
     from jaxkv.memory.prefixes.prefix_eviction import (
+        CLOCK_SECONDS,
         FIFO,
         LFU,
         LRU,
+        MAX_RATE_MS,
         Eviction,
+        LinearEviction,
+        Releases,
         Uses,
         evict,
+        linear_eviction,
         mark_idle,
         mark_used,
         rerank,

@@ -216,6 +216,7 @@ class KVLayout:
         packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
         plan: StepPlan | None = None,
         own_rows: bool = False,
+        long_runs: bool = False,
     ) -> Float[Array, "own q_heads value_width"]:
         """Computes attention of rows over pages that already hold the rows' keys.
 
@@ -233,6 +234,7 @@ class KVLayout:
           packed_q: the queries as the plan packs them; None packs them here.
           plan: the result of `plan` for these rows; None makes a plan if one is needed.
           own_rows: True if a device keeps only its part of the rows.
+          long_runs: as for `paged_attention`.
 
         Returns:
           The output of every row that the device keeps, 0 on padding rows.
@@ -266,6 +268,7 @@ class KVLayout:
             plan=plan,
             packed_q=packed_q,
             numerics=numerics,
+            long_runs=long_runs,
         )
         if page_parts.num_page_parts() > 1:
             merge = merge_own_rows if own_rows else merge_devices

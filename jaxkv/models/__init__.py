@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     )
     from jaxkv.models.huggingface.families import FAMILIES, register_family
     from jaxkv.models.huggingface.family import Family, Key
-    from jaxkv.models.huggingface.values import parse_flag, parse_size
+    from jaxkv.models.huggingface.values import parse_size
     from jaxkv.models.huggingface.weights import weight_files
+    from jaxkv.models.huggingface.windows import read_windows
     from jaxkv.models.interface import EndTokens, Forward, ForwardResult, Params, attend
     from jaxkv.models.layers.layer import LayerAttention
     from jaxkv.models.layers.linear import (

@@ -107,17 +107,20 @@ class RecurrenceConfig:
 
     Every value head has a state `[key_dim, value_dim]`. A token scales it, adds the
     product of its key and value, and reads it with its query. Queries, keys and values
-    pass a causal convolution over `kernel_size` tokens first.
+    pass a causal convolution over `kernel_size` tokens first. A short convolution has
+    nothing but the convolution, of products of two projections: its state is the latest
+    inputs.
 
     Source: gated delta rule (GDN), Yang et al. 2024, arXiv:2412.06464, section 3.1;
     Kimi delta attention (KDA), Kimi Linear, arXiv:2510.26692, section 3; Mamba 2, Dao
     and Gu 2024, arXiv:2405.21060, section 5, whose B, C and x are keys, queries and
-    values.
+    values; short convolutions, LFM2, arXiv:2511.23404.
     """
 
-    kind: Literal["gdn", "kda", "mamba2"] = "gdn"
+    kind: Literal["gdn", "kda", "mamba2", "conv"] = "gdn"
     """"gdn": one decay for each head, and the delta rule; "kda": one for each feature
-        of a key; "mamba2": one for each head, and no delta rule."""
+        of a key; "mamba2": one for each head, and no delta rule; "conv": a short
+        convolution, with one head of `value_dim` channels."""
     num_key_heads: int
     """Heads of queries and keys (groups of B and C in Mamba 2)."""
     num_value_heads: int
@@ -130,7 +133,7 @@ class RecurrenceConfig:
     """Tokens that the convolution reads, the current one included."""
     conv_bias: bool = False
     projection_bias: bool = False
-    """True if the projections have biases ("mamba2")."""
+    """True if the projections have biases ("mamba2", "conv")."""
     activation: str = "silu"
     """Activation after the convolution, a name of `ModelConfig.activation`."""
     write_scale: float = 1.0
@@ -151,10 +154,16 @@ class RecurrenceConfig:
                 f"num_value_heads={self.num_value_heads} must be a multiple of "
                 f"num_key_heads={self.num_key_heads}"
             )
+        if self.kind == "conv":
+            for name in ("num_value_heads", "key_dim"):
+                if (value := getattr(self, name)) != 1:
+                    raise ValueError(f"{name}={value} must be 1 with kind='conv'")
 
     @property
     def num_channels(self) -> int:
         """Width of the convolution: queries, keys and values of all heads."""
+        if self.kind == "conv":
+            return self.num_outputs
         return (
             2 * self.num_key_heads * self.key_dim
             + self.num_value_heads * self.value_dim
@@ -198,6 +207,9 @@ class Experts:
     """True if the probabilities of the chosen experts are scaled to sum to one."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """Function from the router's logits to the scores of the experts."""
+    sum_eps: float = 1e-20
+    """Added to the sum of the chosen scores before they are renormalised ("sigmoid").
+    """
     beside_mlp: bool = False
     """True if layers have an MLP in addition, with norms of its own for the input of
     the experts and for both outputs. The router reads the residual stream by a norm of

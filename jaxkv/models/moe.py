@@ -97,7 +97,7 @@ def route(
         total = jnp.sum(share, axis=1, keepdims=True)
         # All sigmoids of a row may be zero.
         share = share / (
-            total + _MIN_WEIGHT_SUM if experts.scoring == "sigmoid" else total
+            total + experts.sum_eps if experts.scoring == "sigmoid" else total
         )
     if experts.scale != 1:
         share = share * jnp.asarray(experts.scale, share.dtype)

@@ -183,7 +183,7 @@ class PagedForward:
     """Layers whose inputs are stored for every row in `Pages.features`, concatenated;
     `num_layers` means the last hidden state after its norm."""
     attend: Callable[..., Float[Array, "rows q_heads value_width"]] | None = None
-    """Replacement of `KVLayout.attend`, to time a step without it; None uses the
+    """Replacement of `KVLayout.attend`, such as one with `long_runs`; None uses the
     layout's."""
 
     def __post_init__(self) -> None:

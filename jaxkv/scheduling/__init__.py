@@ -47,9 +47,9 @@ if TYPE_CHECKING:
         IN_ORDER_NAMES,
         POLICY_NAMES,
         check_plan,
+        find_eviction,
         find_policy,
         format_linear_score,
-        read_linear_score,
     )
     from jaxkv.scheduling.prefill_chunks import ChunkedPrefill, chunked_prefill
     from jaxkv.scheduling.remaining_work import shortest_remaining

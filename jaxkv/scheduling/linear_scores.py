@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxkv import arrays, validation
+from jaxkv.memory import LinearEviction
 from jaxkv.scheduling import first_come, interface
 from jaxkv.scheduling.attributes import NO_DEADLINE, NO_SESSION
 from jaxkv.scheduling.interface import NO_LIMIT, Counts, Plan
@@ -278,8 +279,8 @@ def weights_of(policy: LinearScore) -> dict[str, object]:
     }
 
 
-def format_formula(policy: LinearScore) -> str:
-    """Returns both scores and the bounds as a line, such as `0.5 new_tokens`."""
+def format_formula(policy: LinearScore, eviction: LinearEviction | None = None) -> str:
+    """Returns all scores and the bounds as a line, such as `0.5 new_tokens`."""
     sums = []
     for weights, features, rate in (
         (policy.admission, ADMISSION_FEATURES, float(policy.age_per_s)),
@@ -297,4 +298,15 @@ def format_formula(policy: LinearScore) -> str:
     bounds = "" if chunk == NO_LIMIT else f"; chunks of at most {chunk} tokens"
     if int(policy.watermark):
         bounds += f"; {int(policy.watermark)} pages kept free"
-    return f"admit the lowest {sums[0]}; preempt the highest {sums[1]}{bounds}"
+    text = f"admit the lowest {sums[0]}; preempt the highest {sums[1]}{bounds}"
+    if eviction is not None:
+        recency, *rates = (int(x) for x in eviction)
+        rates[0] = -rates[0]
+        terms = [f"{recency / 100:g} released_s"] if recency else []
+        terms += [
+            f"{rate / 1000:+g} {name}"
+            for rate, name in zip(rates, ("session", "priority", "pages"), strict=True)
+            if rate
+        ]
+        text += f"; evict the lowest {' '.join(terms) or '0'}"
+    return text

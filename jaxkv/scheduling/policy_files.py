@@ -2,7 +2,7 @@
 
 A policy is a name of `POLICY_NAMES`, `FILE.py:NAME`, or `FILE.json`. A Python file is
 executed. NAME is a policy, or a class or function that makes one without arguments. A
-JSON file has the weights of a `LinearScore`.
+JSON file has the weights of a `LinearScore`, and may have those of a `LinearEviction`.
 """
 
 import importlib.util
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import files, validation
+from jaxkv.memory import LinearEviction, linear_eviction
 from jaxkv.scheduling import (
     ageing,
     deadlines,
@@ -72,7 +73,7 @@ def find_policy(text: str, *, max_running: int | None = None) -> Policy:
     if text in makers:
         return makers[text]()
     if text.endswith(".json"):
-        return read_linear_score(text)
+        return read_rules(text)[0]
     file, colon, name = text.rpartition(":")
     if not colon or not file.endswith(".py"):
         if text.endswith(".py"):
@@ -182,7 +183,20 @@ def _example_counts(has_drafts: bool) -> Counts:
     )
 
 
-def read_linear_score(path: str | Path) -> linear_scores.LinearScore:
+def find_eviction(text: str) -> LinearEviction | None:
+    """Returns the rule of eviction in a policy file, for a text of `find_policy`.
+
+    None if the text is no policy file, or the file has no `eviction`.
+
+    Raises:
+      ValueError: as for `find_policy`.
+    """
+    return read_rules(text)[1] if text.endswith(".json") else None
+
+
+def read_rules(
+    path: str | Path,
+) -> tuple[linear_scores.LinearScore, LinearEviction | None]:
     """Reads a policy file of `format_linear_score`.
 
     Raises:
@@ -194,21 +208,32 @@ def read_linear_score(path: str | Path) -> linear_scores.LinearScore:
         shown = validation.format_value(kind)
         raise ValueError(f"{path}: policy={shown} must be {linear_scores.KIND!r}")
     fields.pop("formula", None)
+    rates = fields.pop("eviction", None)
     names = ("admission", "victim", "age_per_s", "chunk_size", "watermark")
     if unknown := sorted(fields.keys() - {*names}):
         raise ValueError(f"{path}: {unknown[0]!r} must be one of {', '.join(names)}")
     try:
-        return linear_scores.linear_score(**fields)
+        eviction = None
+        if rates is not None:
+            checked = validation.instance("eviction", rates, dict)
+            for name in checked:
+                validation.choice("eviction", name, LinearEviction._fields)
+            eviction = linear_eviction(**checked)
+        return linear_scores.linear_score(**fields), eviction
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def format_linear_score(policy: linear_scores.LinearScore) -> str:
+def format_linear_score(
+    policy: linear_scores.LinearScore, eviction: LinearEviction | None = None
+) -> str:
     """Returns the text of a policy file, with the formula for readers."""
-    fields = linear_scores.weights_of(policy)
     document = {
         "policy": linear_scores.KIND,
-        "formula": linear_scores.format_formula(policy),
-        **fields,
+        "formula": linear_scores.format_formula(policy, eviction),
+        **linear_scores.weights_of(policy),
     }
+    if eviction is not None:
+        numbers = {name: int(x) for name, x in eviction._asdict().items()}
+        document["eviction"] = numbers | {"recency": numbers["recency"] / 100}
     return json.dumps(document, indent=2) + "\n"

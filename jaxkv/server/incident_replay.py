@@ -10,6 +10,7 @@ under one clock. Times are those at the start of the call that emits a token.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from jaxkv.engine import (
     widen,
 )
 from jaxkv.ledger import EVENTS, PROGRESS
+from jaxkv.memory import Eviction
 from jaxkv.scheduling import Policy
 from jaxkv.server.incidents import STATE_FOLDER, Incident, IncidentRequest
 from jaxkv.serving import Engine, make_requests
@@ -162,7 +164,11 @@ class IncidentEngine:
         )
         return ReplayAgreement(len(incident.calls), num_equal, len(expected), num_same)
 
-    def compare(self, policies: Mapping[str, Policy]) -> ReplayTable:
+    def compare(
+        self,
+        policies: Mapping[str, Policy],
+        evictions: Mapping[str, Eviction | None] = MappingProxyType({}),
+    ) -> ReplayTable:
         """Continues the state under each policy, with the requests that followed.
 
         A request that the client or a stop string ended has the tokens that the server
@@ -170,6 +176,8 @@ class IncidentEngine:
 
         Args:
           policies: policies by name, that of the server first.
+          evictions: rules of eviction by the name of the policy; that of the server
+            for policies without an entry.
         """
         incident = self.incident
         state = self.load()
@@ -200,7 +208,7 @@ class IncidentEngine:
         program = functools.partial(
             branch, run=run, call_time=call_time, num_calls=num_calls, keep_pages=False
         )
-        rules = [self._rules.eviction] * len(policies)
+        rules = [evictions.get(name, self._rules.eviction) for name in policies]
         now = from_seconds(incident.calls[0].now_s)
         ends, infos = jax.tree.map(
             np.asarray,

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         SimulatedStep,
         SimulationMember,
         simulate_step,
+        simulate_steps,
         simulate_workload,
         upcoming_counts,
     )

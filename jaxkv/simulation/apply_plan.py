@@ -111,6 +111,8 @@ def observe_simulation(
     moves, _ = counted_pages.num_owned(slots, length, group, length, size)
     rows = ledger.num_to_feed(slots) - length
 
+    if state.prefixes is not None:
+        num_shared = length // size  # full pages of running requests are cached
     limit = w.limit
     if limit is None:
         limit = jnp.broadcast_to(capacity.max_length, w.prompt.shape)
@@ -138,6 +140,16 @@ def observe_simulation(
         token_budget=capacity.token_budget,
     )
     pages = CountedPages(waiting.swapped_tokens, waiting.swapped_tokens, None)
+    if (cache := state.prefixes) is not None:
+        cached = counted_pages.match_chains(
+            cache, w, request, waiting.num_to_feed, slots, size
+        )
+        pages = CountedPages(cached[:, None], cached[:, None], None)
+        num_fed = jnp.maximum(waiting.slots.num_fed - cached[:, None], 0)
+        waiting = waiting._replace(slots=waiting.slots._replace(num_fed=num_fed))
+        counts = counts._replace(
+            waiting_cached=cached, shared_pages=jnp.zeros((), jnp.int32)
+        )
     if reservation is not None:
         assert block is not None
         blocks = jnp.where(slots.sequence >= 0, block, NO_SEQUENCE)
@@ -172,6 +184,8 @@ class AdmittedBatch(NamedTuple):
     """Requests admitted."""
     num_swapped: Int32[Array, ""]
     """Pages swapped out and in."""
+    admitted: Bool[Array, " head"]
+    """Requests admitted."""
 
 
 def preempt_and_admit(
@@ -241,6 +255,7 @@ def preempt_and_admit(
         num_preempted=jnp.sum(plan.preempt, dtype=jnp.int32),
         num_admitted=jnp.sum(new.admitted, dtype=jnp.int32),
         num_swapped=pages_out + new.pages_in,
+        admitted=new.admitted,
     )
 
 

@@ -24,7 +24,7 @@ from jaxkv.simulation.member_batch import MemberBatch, ProgramSizes
 from jaxkv.simulation.results import SimulationResult, select_members
 from jaxkv.simulation.step import SimulationMember
 from jaxkv.simulation.work import Cost
-from jaxkv.workloads import Dependencies, Workload
+from jaxkv.workloads import Chains, Dependencies, Workload
 
 STEPS_PER_CALL = 1024
 _PLACES_TOGETHER = 1024
@@ -59,10 +59,10 @@ def stack(members: Sequence[tuple[Any, ...]]) -> SimulationMember:
     kinds = {jax.tree.structure(member.workload) for member in singles}
     if len(kinds) > 1:
         raise ValueError(
-            "the workloads of all members must have limits, attributes, contexts and "
-            "dependencies, or none must"
+            "the workloads of all members must have limits, attributes, contexts, "
+            "chains and dependencies, or none must"
         )
-    for name in ("policy", "cost", "reservation", "acceptance"):
+    for name in ("policy", "cost", "reservation", "acceptance", "eviction"):
         kinds = {jax.tree.structure(getattr(member, name)) for member in singles}
         if len(kinds) > 1:
             raise ValueError(f"{name} must have the same type in all members")
@@ -73,8 +73,12 @@ def stack(members: Sequence[tuple[Any, ...]]) -> SimulationMember:
     links = [x.workload.dependencies for x in singles]
     sizes = [_dependency_sizes(x) for x in links if x is not None]
     most_links = tuple(max(x) for x in zip(*sizes, strict=True)) or None
+    chains = [x.workload.chains for x in singles]
+    num_chains = max((x.first.shape[0] for x in chains if x is not None), default=None)
     filled = [
-        x._replace(workload=pad_workload(x.workload, max_requests, most_links))
+        x._replace(
+            workload=pad_workload(x.workload, max_requests, most_links, num_chains)
+        )
         for x in singles
     ]
     return jax.tree.map(lambda *x: np.stack(x), *filled)
@@ -87,12 +91,15 @@ def _dependency_sizes(d: Dependencies) -> tuple[int, int, int]:
 
 @validation.checks_numbers()
 def pad_workload(
-    workload: Workload, num: int, link_sizes: tuple[int, int, int] | None = None
+    workload: Workload,
+    num: int,
+    link_sizes: tuple[int, int, int] | None = None,
+    num_chains: int | None = None,
 ) -> Workload:
     """Pads a workload to `num` requests with requests of 0 sequences.
 
     `link_sizes` are the columns of `after`, the columns of `followers` and the lanes of
-    the result; None keeps those of the workload.
+    the result, and `num_chains` its chains; None keeps those of the workload.
     """
 
     def padded(x: Array | np.ndarray, value: int, *sizes: int) -> Any:
@@ -110,6 +117,11 @@ def pad_workload(
             lane=padded(d.lane, -1, num),
             lane_start=padded(d.lane_start, -1, lanes),
         )
+    if (chains := w.chains) is not None:
+        chains = Chains(
+            index=padded(chains.index, 0, num),
+            first=padded(chains.first, -1, num_chains or chains.first.shape[0]),
+        )
     return Workload(
         arrival=padded(w.arrival, np.iinfo(np.int32).max, num),
         prompt=padded(w.prompt, 1, num),
@@ -120,6 +132,7 @@ def pad_workload(
         attributes=jax.tree.map(lambda x: padded(x, 0, num), w.attributes),
         context=None if w.context is None else padded(w.context, 0, num),
         dependencies=d,
+        chains=chains,
     )
 
 

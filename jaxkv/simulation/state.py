@@ -9,9 +9,9 @@ from jaxkv import arrays, ledger, validation
 from jaxkv.ledger import Ledger
 from jaxkv.memory import max_pages
 from jaxkv.scheduling import NO_LIMIT, Policy, holds_finished
-from jaxkv.simulation import contiguous, sessions
+from jaxkv.simulation import contiguous, counted_pages, sessions
 from jaxkv.simulation.contiguous import Reservation
-from jaxkv.simulation.counted_pages import CountedPages
+from jaxkv.simulation.counted_pages import CountedPages, PrefixChains
 from jaxkv.simulation.sessions import SessionState
 from jaxkv.workloads import Workload
 
@@ -92,6 +92,8 @@ class Simulation(NamedTuple):
     """Number of servable requests."""
     sessions: SessionState | None = None
     """Requests that are sent after others; None if all arrival times are given."""
+    prefixes: PrefixChains | None = None
+    """Prefix cache; None without chains."""
 
 
 @validation.checks_numbers()
@@ -133,6 +135,10 @@ def init_simulation(
         head = validation.integer("head", head, low=1)
     if reservation is not None and max_samples > 1:
         raise ValueError(f"{max_samples=} must be 1 with a contiguous reservation")
+    if w.chains is not None and (max_samples > 1 or reservation is not None):
+        raise ValueError(
+            f"{max_samples=} must be 1 with chains, and pages not contiguous"
+        )
     # Requests that fit into an idle engine.
     shared, sample_pages = max_pages(
         w.prompt, w.prompt + w.output, page_size=c.page_size
@@ -182,4 +188,5 @@ def init_simulation(
         ),
         num_served=jnp.sum(fits, dtype=jnp.int32),
         sessions=sessions.init_sessions(w, fits),
+        prefixes=counted_pages.init_chains(w),
     )

@@ -20,8 +20,14 @@ from jaxtyping import Array, Bool, Int32
 from jaxkv import arrays, ledger, scheduling, validation
 from jaxkv.clock import advance, is_past, latest
 from jaxkv.ledger import NO_SEQUENCE, Groups, Slots
+from jaxkv.memory import Eviction
 from jaxkv.scheduling import NO_LIMIT, Policy
-from jaxkv.simulation import apply_plan, contiguous, counted_pages, sessions
+from jaxkv.simulation import (
+    apply_plan,
+    contiguous,
+    counted_pages,
+    sessions,
+)
 from jaxkv.simulation.acceptance import Acceptance, emit_tokens, wanted_draft_lengths
 from jaxkv.simulation.contiguous import Reservation
 from jaxkv.simulation.state import Capacity, Simulation, init_simulation
@@ -75,6 +81,7 @@ class SimulationMember(NamedTuple):
     cost: Cost
     reservation: Reservation | None = None
     acceptance: Acceptance | None = None
+    eviction: Eviction | None = None
 
 
 type _QueueCounters = tuple[Int32[Array, "*steps"], Int32[Array, "*steps"]]
@@ -95,6 +102,7 @@ def simulate_step(
     head: int | None = None,
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
+    eviction: Eviction | None = None,
 ) -> tuple[Simulation, SimulatedStep]:
     """Runs one step, or advances the clock to the next arrival.
 
@@ -110,12 +118,17 @@ def simulate_step(
       reservation: as for `init_simulation`.
       acceptance: draft length and acceptance rates; None compiles the step without
         speculation.
+      eviction: `LRU` or `LinearEviction` of the prefix cache of a workload with chains;
+        None means LRU.
 
     Returns:
       The new state, and the information about the step.
     """
     state, workload, capacity = arrays.to_jax_arrays((state, workload, capacity))
-    it = SimulationMember(workload, capacity, policy, cost, reservation, acceptance)
+    counted_pages.check_eviction(eviction)
+    it = SimulationMember(
+        workload, capacity, policy, cost, reservation, acceptance, eviction
+    )
     state, (info, counters) = _step(state, it, max_samples, head)
     return state, _count_waiting(state, workload, info, counters)
 
@@ -173,6 +186,11 @@ def _step(
         state.ledger.slots, state.pages, batch.group, admitted.plan, it.capacity
     )
     state = state._replace(pages=pages)
+    if (cache := state.prefixes) is not None:
+        num_idle = jnp.sum(cache.idle, dtype=jnp.int32)
+        missing = granted.used_pages + num_idle - it.capacity.num_pages
+        missing = jnp.where(granted.enough, missing, num_idle)
+        state = state._replace(prefixes=counted_pages.evict_chains(cache, missing))
     state, work, draws = _feed(state, granted, batch)
     state, emission = _emit(state, granted, batch, draws, it.acceptance, max_samples)
     work = work._replace(
@@ -187,6 +205,8 @@ def _step(
     counters = _count_taken(state), state.num_done + it.workload.clients
     clock, micros = _advance_clock(state, info, arrival, it.cost)
     state = state._replace(ledger=state.ledger._replace(clock=clock))
+    if state.prefixes is not None:
+        state = _release_pages(state, it, batch.request, emission.ended, info.start)
     state = _retire(state, granted, batch, emission, it.workload.dependencies)
     return state, (info._replace(micros=micros), counters)
 
@@ -222,9 +242,42 @@ def _plan(
     counts = observation.counts
     plan = scheduling.schedule(counts, it.policy)
     plan = ledger.preempt_groups(plan, slots, observation.group)
-    return apply_plan.preempt_and_admit(
+    if state.prefixes is not None:
+        state = _release_pages(
+            state, it, observation.request, plan.preempt, state.ledger.clock
+        )
+    state, admitted = apply_plan.preempt_and_admit(
         state, plan, observation, it.workload.prompt, it.capacity
     )
+    if (cache := state.prefixes) is not None:
+        num_pages = counts.waiting_cached // it.capacity.page_size
+        num_pages = jnp.where(admitted.admitted, num_pages, 0)
+        cache = counted_pages.use_chains(
+            cache, it.workload, observation.head.request, num_pages
+        )
+        state = state._replace(prefixes=cache)
+    return state, admitted
+
+
+def _release_pages(
+    state: Simulation,
+    it: SimulationMember,
+    request: Int32[Array, " slots"],
+    is_released: Bool[Array, " slots"],
+    now: Int32[Array, " 2"],
+) -> Simulation:
+    """Moves the full pages of released slots to the prefix cache."""
+    assert state.prefixes is not None
+    cache = counted_pages.release_chains(
+        state.prefixes,
+        it.workload,
+        request,
+        is_released,
+        state.pages.length // it.capacity.page_size,
+        now=now,
+        eviction=it.eviction,
+    )
+    return state._replace(prefixes=cache)
 
 
 def _observe(
@@ -449,6 +502,7 @@ def _retire(
     )
 
 
+@validation.checks_numbers()
 def simulate_steps(
     state: Simulation,
     workload: Workload,
@@ -461,6 +515,7 @@ def simulate_steps(
     head: int | None = None,
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
+    eviction: Eviction | None = None,
 ) -> tuple[Simulation, SimulatedStep]:
     """Runs `num_steps` steps as one program; `num_steps` is static.
 
@@ -471,7 +526,10 @@ def simulate_steps(
       The new state, and the `SimulatedStep` of all steps, stacked.
     """
     state, workload, capacity = arrays.to_jax_arrays((state, workload, capacity))
-    it = SimulationMember(workload, capacity, policy, cost, reservation, acceptance)
+    counted_pages.check_eviction(eviction)
+    it = SimulationMember(
+        workload, capacity, policy, cost, reservation, acceptance, eviction
+    )
     state, (infos, counters) = lax.scan(
         lambda state, _: _step(state, it, max_samples, head),
         state,
@@ -493,6 +551,7 @@ def simulate_workload(
     head: int | None = None,
     reservation: Reservation | None = None,
     acceptance: Acceptance | None = None,
+    eviction: Eviction | None = None,
     max_steps: int = NO_LIMIT,
 ) -> Simulation:
     """Simulates a workload to its end; can be called under `jit` and `vmap`.
@@ -519,7 +578,10 @@ def simulate_workload(
         reservation=reservation,
     )
     workload, capacity = arrays.to_jax_arrays((workload, capacity))
-    it = SimulationMember(workload, capacity, policy, cost, reservation, acceptance)
+    counted_pages.check_eviction(eviction)
+    it = SimulationMember(
+        workload, capacity, policy, cost, reservation, acceptance, eviction
+    )
     served = jnp.arange(state.order.size, dtype=jnp.int32) < state.num_served
     sizes = ((workload.prompt + workload.output) * workload.samples)[state.order]
     # In float32, since the sum may exceed an int32.

@@ -6,19 +6,14 @@ import math
 import sys
 import types
 from collections.abc import Callable
-from typing import (
-    TYPE_CHECKING,
-    get_args,
-)
+from typing import get_args
 
 from jaxkv.validation.values import (
     INT32,
     integer,
+    integer_range,
     number,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def checks_numbers[**P, R](
@@ -77,7 +72,7 @@ def _number_check(
     else:
         low, below = bounds if isinstance(bounds, tuple) else (bounds, INT32)
         low = low if isinstance(low, int) else 1
-        hint = f"in [{low}, 2**{below.bit_length() - 1}),{ending}" if ending else ""
+        hint = f"{integer_range(low, below)},{ending}" if ending else ""
         check = functools.partial(integer, name, low=low, below=below, hint=hint)
 
     def check_value(value: object) -> None:

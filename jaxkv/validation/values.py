@@ -45,6 +45,13 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def integer_range(low: int, below: int) -> str:
+    """Returns the text of a range of integers; powers of two keep their form."""
+    if below & (below - 1):
+        return f"in [{low}, {below - 1}]"
+    return f"in [{low}, 2**{below.bit_length() - 1})"
+
+
 def integer(
     name: str, value: object, *, low: int = 0, below: int = INT32, hint: str = ""
 ) -> int:
@@ -54,7 +61,7 @@ def integer(
       name: name in the message.
       value: the value; booleans and floats are refused.
       low: smallest allowed value.
-      below: exclusive upper bound, a power of two.
+      below: exclusive upper bound.
       hint: text of the allowed range, in place of the computed one.
 
     Returns:
@@ -66,7 +73,7 @@ def integer(
     plain = _plain(value)
     if type(plain) is int and low <= plain < below:
         return plain
-    allowed = hint or f"in [{low}, 2**{below.bit_length() - 1})"
+    allowed = hint or integer_range(low, below)
     if not hint and type(plain) is not int:
         allowed = f"a whole number {allowed}"
     elif not hint and below in (INT32, SIZES[1]) and plain < low:

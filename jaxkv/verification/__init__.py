@@ -5,6 +5,12 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxkv.verification.chain_checks import (
+        ChainReplay,
+        check_chains,
+        draw_chains,
+        replay_chains,
+    )
     from jaxkv.verification.engine_replay import (
         EngineReplay,
         engine_requests,

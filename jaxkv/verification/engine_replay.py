@@ -24,7 +24,7 @@ from jaxkv.engine import (
     run_steps,
     submit,
 )
-from jaxkv.memory import Pages
+from jaxkv.memory import Eviction, Pages
 from jaxkv.models import Forward, Params
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy, RequestAttributes
@@ -88,6 +88,7 @@ def replay_in_engine(
     requests: Requests,
     model: tuple[Params, Forward, Pages],
     speculation: Speculation | None = None,
+    eviction: Eviction | None = None,
 ) -> EngineReplay:
     """Runs a step of an engine for each step of a simulation.
 
@@ -99,6 +100,7 @@ def replay_in_engine(
       requests: `engine_requests` of the workload.
       model: parameters, forward pass and pages. The pages are donated.
       speculation: drafter and verifier; None means no speculation.
+      eviction: the simulation's rule of eviction.
     """
     params, forward, pages = model
     state = init(config, pages)
@@ -108,7 +110,8 @@ def replay_in_engine(
     else:
         client = _SessionClient(w, requests, config)
     # Left out if None, so that the program is that of other calls.
-    more: Any = {} if speculation is None else {"speculation": speculation}
+    rules = {"speculation": speculation, "eviction": eviction}
+    more: Any = {name: x for name, x in rules.items() if x is not None}
     infos = []
     for part in steps:
         for start, micros in zip(part.start, part.micros, strict=True):
@@ -204,6 +207,8 @@ class _SessionClient:
         """Arrival times in us, and requests, that were not submitted yet."""
         self._unsent = set(range(self._samples.size))
         self._after = np.asarray(w.dependencies.after)
+        self._chain = None if w.chains is None else np.asarray(w.chains.index)
+        self._outputs = np.asarray(w.output)
         delay = np.asarray(w.dependencies.delay)
         self._delay_us = delay.astype(np.int64) @ [1_000_000, 1]
         self._release(None)
@@ -235,11 +240,27 @@ class _SessionClient:
             one = requests._replace(
                 prompt_length=jnp.asarray(length, jnp.int32),
                 arrival=jnp.asarray(arrival, jnp.int32),
+                tokens=self._tokens(state, i),
             )
             state, was_accepted = _submit(state, one, config=self._config)
             assert int(was_accepted.sum()) == self._samples[i]
             self._rows += [i] * int(self._samples[i])
         return state
+
+    def _tokens(self, state: EngineState, i: int) -> jax.Array:
+        """Returns the prompts; that of a chain starts with the request before it."""
+        tokens = jnp.asarray(self._requests.tokens)
+        if self._chain is None:
+            return tokens
+        before = [k for k in self._rows if self._chain[k] == self._chain[i]]
+        if before:
+            row = self._rows.index(before[-1])
+            num = int(self._requests.prompt_length[self._ends[before[-1]] - 1])
+            num += int(self._outputs[before[-1]])
+            prefix = np.asarray(state.sequences.tokens)[row, :num]
+            tokens = tokens.at[self._ends[i] - 1, :num].set(prefix)
+            self._requests = self._requests._replace(tokens=tokens)
+        return tokens
 
     def read_answers(
         self, info: StepInfo, start: Int[np.ndarray, " 2"], micros: int

@@ -7,6 +7,7 @@ from pallas_kernels.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from jaxkv.workloads.agent_traces import AgentSessions
     from jaxkv.workloads.arrivals import (
+        Chains,
         Dependencies,
         Workload,
         closed_loop,

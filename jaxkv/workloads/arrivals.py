@@ -33,6 +33,15 @@ class Dependencies(NamedTuple):
     """First request of each lane; -1 for an unused lane."""
 
 
+class Chains(NamedTuple):
+    """Chains of requests, each of whose prompts starts with the request before it."""
+
+    index: Int32[Array, " requests"]
+    """Chain of each request."""
+    first: Int32[Array, " chains"]
+    """First request of each chain; -1 for an unused chain."""
+
+
 class Workload(NamedTuple):
     """Requests in order of arrival."""
 
@@ -61,6 +70,9 @@ class Workload(NamedTuple):
     which are no part of the pool. None means 0."""
     dependencies: Dependencies | None = None
     """Requests that wait for the answers of others; None if all times are given."""
+    chains: Chains | None = None
+    """Chains that share prefixes. The simulator then has a prefix cache, whose pages
+    are those of the pool; `prompt` counts the shared tokens. None means no cache."""
 
     @property
     def after(self) -> Int32[Array, "requests width"] | None:
@@ -85,6 +97,7 @@ def make_workload(
     context: Int[np.ndarray, " requests"] | None = None,
     after: Int[np.ndarray, "requests width"] | None = None,
     delay_s: int | float | Num[np.ndarray, " requests"] = 0.0,
+    chain: Int[np.ndarray, " requests"] | None = None,
 ) -> Workload:
     """Makes a workload from given numbers.
 
@@ -106,6 +119,9 @@ def make_workload(
         Only the simulator reads them.
       delay_s: time between the last of these answers and the request in s (think time
         or tool time), at least 0.
+      chain: chain of each request, any number. The prompt of a request starts with
+        prompt and answer of the request before it in its chain, which it must wait
+        for. Only the simulator reads them.
 
     Raises:
       ValueError: a value is out of its range or not an integer where it must be; the
@@ -180,6 +196,11 @@ def make_workload(
             wrong, context, f"has context={{}}, not in [0, {lengths.MAX_TOKEN_COUNT}]"
         )
         contexts = jnp.asarray(context, jnp.int32)
+    chains = None
+    if chain is not None:
+        if context is not None:
+            raise ValueError("context must be None with `chain`: prompts contain it")
+        chains = _make_chains(chain, columns, after)
     arrival = clock.from_seconds(arrival_s)
     arrival[is_sent_later] = np.iinfo(np.int32).max
     return Workload(
@@ -190,6 +211,35 @@ def make_workload(
         attributes=attributes,
         context=contexts,
         dependencies=dependencies,
+        chains=chains,
+    )
+
+
+def _make_chains(
+    chain: object, columns: dict[str, np.ndarray], after: np.ndarray | None
+) -> Chains:
+    """Validates and numbers the chains, in order of their first requests."""
+    prompt, output, samples = (columns[x] for x in ("prompt", "output", "samples"))
+    (num,) = prompt.shape
+    chain = np.broadcast_to(_numbers("chain", chain, "iu"), num)
+    _check_column(samples > 1, samples, "has samples={}, which must be 1 with `chain`")
+    _, starts, index = np.unique(chain, return_index=True, return_inverse=True)
+    order = np.argsort(starts)
+    place = np.argsort(order)
+    last: dict[int, int] = {}
+    lowest = np.zeros(num, np.int64)
+    is_late = np.zeros(num, bool)
+    for i, name in enumerate(chain.tolist()):
+        if (before := last.get(name)) is not None:
+            lowest[i] = prompt[before] + output[before]
+            is_late[i] = after is None or before not in np.asarray(after)[i]
+        last[name] = i
+    _check_column(is_late, chain, "must be after the request before it in chain {}")
+    _check_column(
+        prompt <= lowest, prompt, "has prompt={}, not above its chain's tokens"
+    )
+    return Chains(
+        jnp.asarray(place[index], jnp.int32), jnp.asarray(starts[order], jnp.int32)
     )
 
 

@@ -19,5 +19,6 @@ if TYPE_CHECKING:
     from pallas_kernels.paged_attention.dispatch import KernelTilings, StepPlan
     from pallas_kernels.paged_attention.merging import PartialStates, merge_and_unpack
     from pallas_kernels.paged_attention.page_blocks import PagedKV, RowView
+    from pallas_kernels.paged_attention.reference import choose_run_queries
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -42,6 +42,7 @@ def paged_attention(
     plan: dispatch.StepPlan | None = None,
     packed_q: Float[Array, "blocks kv_heads block_rows head_dim"] | None = None,
     numerics: Literal["fast", "reproducible"] = "fast",
+    long_runs: bool = False,
     implementation: AttentionImplementation | None = None,
 ) -> AttentionState:
     """Attends from ragged rows to the pages of their slots.
@@ -57,6 +58,9 @@ def paged_attention(
       packed_q: queries of the plan's few rows in packed form, if they are already
         written; None packs them here.
       numerics: "reproducible" makes the bits of a row independent of the batch.
+      long_runs: True multiplies more queries of a slot at once if that changes no bit,
+        see `choose_run_queries`; faster for many rows of a slot, only for reproducible
+        numerics.
       implementation: None, or the name of a required one. "reference" takes any
         sizes and types; "mosaic_gpu" needs a Hopper GPU, fast numerics, q and pages in
         bfloat16 or both in float16, head_dim 64, 128 or 256, values of the same width,
@@ -131,6 +135,9 @@ def paged_attention(
     by_head = kv_heads, q_heads // kv_heads
     num_slots = view.page_ids.shape[0]
     attend = reference.attend_per_run
+    if numerics == "reproducible" and long_runs:
+        queries = reference.choose_run_queries(q, kv)
+        attend = functools.partial(attend, run_queries=queries)
     if numerics == "fast" and view.slots is None:
         few = max(1, 4 // max(num_slots, 1))
         few_queries = rows * by_head[1] <= reference.FEW_QUERIES * num_slots

@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import online_softmax
+from pallas_kernels import devices, online_softmax
 from pallas_kernels.online_softmax import ScoreTransform, SoftmaxState
 from pallas_kernels.paged_attention import page_blocks
 from pallas_kernels.paged_attention.page_blocks import PagedKV, RowView
@@ -39,11 +39,20 @@ MAX_TILE = 128
 """Rows of one slot that share a gather in `attend_per_tile`; `MAX_TILE` if slots have
 on average so many rows. Wide blocks are used with `MAX_TILE` only."""
 RUN_QUERIES = 8
-"""Queries of a KV head in each product of `attend_per_run`, at least."""
+LONG_RUN_QUERIES = 32
+"""Queries of a KV head in each product of `attend_per_run`, at least: few to decode,
+and for many rows of a sequence, where `choose_run_queries` allows it."""
+QUERY_MULTIPLE = 8
+"""Divisor of the number of queries of a run. CPUs compute exponentials of numbers
+beyond the last full vector by other instructions, with other rounding."""
 RUN_BATCH = 8
 """Runs that share a loop over blocks."""
 MAX_SINGLE_RUNS = 2
 """Number of runs up to which each has its own loop."""
+
+SCORE_DIMS = "shqd,shtd->shqt"
+OUTPUT_DIMS = "shqt,shtd->shqd"
+"""Products of queries with a block of keys, and of weights with a block of values."""
 
 
 def differentiable[T](attend: Callable[..., T], *trees: object) -> T:
@@ -138,7 +147,7 @@ def attend_per_slot(
             memory, view.page_ids, index, used, dtype, clean_keys=is_bounded
         )
         scales = [_expand(x, (2, 3)) for x in (read.k_scales, read.v_scales)]
-        products = multiply("shqd,shtd->shqt", queries, read.k, state.top.dtype)
+        products = multiply(SCORE_DIMS, queries, read.k, state.top.dtype)
         products = products.reshape(*state.top.shape, block_size)
         distance = places[None, :] - view.positions[:, None]
         distance = distance.reshape(num_slots, 1, rows_per_slot, 1, block_size)
@@ -150,7 +159,7 @@ def attend_per_slot(
         )
         weights = online_softmax.scale_weights(weights, scales[1]).astype(dtype)
         weights = weights.reshape(num_slots, kv_heads, -1, block_size)
-        out = multiply("shqt,shtd->shqd", weights, read.v, state.out.dtype)
+        out = multiply(OUTPUT_DIMS, weights, read.v, state.out.dtype)
         return state._replace(out=state.out + out.reshape(state.out.shape))
 
     shape = num_slots, kv_heads, rows_per_slot, group
@@ -328,15 +337,17 @@ def attend_per_run(
     view: RowView,
     terms: ScoreTransform,
     *,
+    run_queries: int = RUN_QUERIES,
     is_bounded: bool = False,
 ) -> tuple[
     Float[Array, "rows kv_heads group value_width"], Float[Array, "rows kv_heads group"]
 ]:
     """Attends with one gather of pages for each run of rows of a slot; batch-invariant.
 
-    A run has so few rows that its queries of a KV head are `RUN_QUERIES`. Every product
-    is that of one run and one block of positions, whatever rows there are, so the bits
-    of a row do not depend on other rows. Rows and runs beyond the last cost no work.
+    A run has so few rows that its queries of a KV head are `run_queries`, zeros
+    included that make their number a multiple of `QUERY_MULTIPLE`. Every product is
+    that of one run and one block of positions, whatever rows there are, so the bits of
+    a row do not depend on other rows. Rows and runs beyond the last cost no work.
 
     Returns the output and the log-sum-exp.
     """
@@ -345,15 +356,25 @@ def attend_per_run(
     slots = view.slots
     if slots is None:
         slots = jnp.arange(rows, dtype=jnp.int32) // (rows // num_slots)
-    size = max(1, RUN_QUERIES // group)
+    size = max(1, run_queries // group)
     num_places = view.page_ids.shape[1] * memory.k.shape[2]
     starts, num_runs = _tiles(slots, size)
     max_runs = min(rows, rows // size + num_slots)
     slopes = terms.slopes
     sinks = terms.sinks
     # Queries of a KV head are on one axis: those of the first row, of the second, ...
-    slopes = None if slopes is None else jnp.tile(slopes, (1, size))[None, :, :, None]
-    sinks = None if sinks is None else jnp.tile(sinks, (1, size))[None]
+    num_zeros = -size * group % QUERY_MULTIPLE
+    num_queries = size * group + num_zeros
+
+    def pad(x: Array, axis: int) -> Array:
+        """Appends zeros to the queries of a run."""
+        widths = [(0, num_zeros if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths) if num_zeros else x
+
+    if slopes is not None:
+        slopes = pad(jnp.tile(slopes, (1, size))[None, :, :, None], 2)
+    if sinks is not None:
+        sinks = pad(jnp.tile(sinks, (1, size))[None], 2)
     dtype = page_blocks.product_dtype(q.dtype, memory)
     wide = np.promote_types(q.dtype, np.float32)
     lowest = jnp.asarray(jnp.finfo(wide).min, wide)
@@ -384,6 +405,7 @@ def attend_per_run(
         first = jnp.where(last >= 0, _first_seen(run_view), num_places)
         queries = q[row].astype(dtype).reshape(num, size, kv_heads, group, head_dim)
         queries = queries.swapaxes(1, 2).reshape(num, kv_heads, -1, head_dim)
+        queries = pad(queries, 2)
 
         def block(index: Array, state: SoftmaxState) -> SoftmaxState:
             places = index * BLOCK_SIZE + jnp.arange(BLOCK_SIZE, dtype=jnp.int32)
@@ -394,17 +416,17 @@ def attend_per_run(
                 memory, run_view.page_ids, index, used, dtype, clean_keys=is_bounded
             )
             scales = [_expand(x, 2) for x in (read.k_scales, read.v_scales)]
-            products = _at_once("shqd,shtd->shqt", queries, read.k, wide)
+            products = _at_once(SCORE_DIMS, queries, read.k, wide)
             distance = places[None, :] - run_view.positions[:, None]
             distance = distance.reshape(num, 1, size, BLOCK_SIZE)
             scores = online_softmax.transform_scores(
                 products,
                 terms,
                 slopes=slopes,
-                distance=jnp.repeat(distance, group, axis=2),
+                distance=pad(jnp.repeat(distance, group, axis=2), 2),
                 k_scales=scales[0],
             )
-            mask = jnp.repeat(mask, group, axis=1)[:, None]
+            mask = pad(jnp.repeat(mask, group, axis=1)[:, None], 2)
             scores = jnp.where(mask, scores, lowest)
             top = jnp.maximum(state.top, scores.max(-1))
             # Weights of a query before its first key are finite, and decay to 0.
@@ -415,10 +437,10 @@ def attend_per_run(
                 weights = jnp.where(mask, weights, 0)
                 weights = online_softmax.scale_weights(weights, scales[1])
             weights = weights.astype(dtype)
-            out = _at_once("shqt,shtd->shqd", weights, read.v, wide)
+            out = _at_once(OUTPUT_DIMS, weights, read.v, wide)
             return SoftmaxState(top, total, state.out * decay[..., None] + out)
 
-        shape = num, kv_heads, size * group
+        shape = num, kv_heads, num_queries
         state = _loop(
             jnp.min(first) // BLOCK_SIZE,
             jnp.max(last) // BLOCK_SIZE + 1,
@@ -437,7 +459,7 @@ def attend_per_run(
         )
 
     room = -(-max_runs // RUN_BATCH) * RUN_BATCH
-    shape = room, kv_heads, size * group
+    shape = room, kv_heads, num_queries
     results = (
         jnp.zeros((*shape, memory.output_width), q.dtype),
         jnp.full(shape, -jnp.inf, wide),
@@ -458,10 +480,68 @@ def attend_per_run(
     before = is_start[None, :] & (starts[None, :max_runs] <= row[:, None])
     run = jnp.maximum(jnp.sum(before, axis=1, dtype=jnp.int32) - 1, 0)
     place = jnp.clip(row - starts[run], 0, size - 1)
-    out, lse = (x.reshape(*x.shape[:2], size, group, *x.shape[3:]) for x in results)
+    out, lse = (
+        x[:, :, : size * group].reshape(*x.shape[:2], size, group, *x.shape[3:])
+        for x in results
+    )
     out, lse = (x[run, :, place] for x in (out, lse))
     is_row = (slots >= 0)[:, None, None]
     return jnp.where(is_row[..., None], out, 0), jnp.where(is_row, lse, -jnp.inf)
+
+
+def choose_run_queries(
+    q: Float[Array, "rows q_heads head_dim"] | jax.ShapeDtypeStruct, memory: PagedKV
+) -> int:
+    """Returns `LONG_RUN_QUERIES` if a query has the same bits as with `RUN_QUERIES`.
+
+    Products are the only part of `attend_per_run` whose bits may depend on the number
+    of queries: XLA chooses the order of their sums by shape, type and processor. So
+    products of random numbers are compared, of several runs and of one. Programs are
+    compiled in the first call for some sizes and types.
+
+    Args:
+      q: queries; only their heads, width and dtype matter.
+      memory: keys and values; only their heads, widths and dtypes matter.
+
+    Returns:
+      `LONG_RUN_QUERIES`, or `RUN_QUERIES` if bits differ, if runs of both numbers have
+      one row, or if the program is for another platform than JAX's default.
+    """
+    kv_heads = memory.k.shape[1]
+    group = q.shape[1] // kv_heads
+    short, long = (
+        -(-max(1, x // group) * group // QUERY_MULTIPLE) * QUERY_MULTIPLE
+        for x in (RUN_QUERIES, LONG_RUN_QUERIES)
+    )
+    is_present = devices.current_target().platform == jax.default_backend()
+    if long % short or long == short or not is_present:
+        return RUN_QUERIES
+    dtype = page_blocks.product_dtype(q.dtype, memory)
+    wide = np.promote_types(q.dtype, np.float32)
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.normal(size=(RUN_BATCH, kv_heads, *shape)).astype(dtype)
+
+    def multiply(dims: str, queries: np.ndarray, block: np.ndarray, size: int) -> bytes:
+        parts = [
+            _compiled_at_once(dims, *jax.device_put((part, block)), wide)
+            for part in np.split(queries, long // size, axis=2)
+        ]
+        return np.concatenate(jax.device_get(parts), axis=2).tobytes()
+
+    with jax.ensure_compile_time_eval():
+        for dims, width, block in (
+            (SCORE_DIMS, q.shape[2], draw(BLOCK_SIZE, q.shape[2])),
+            (OUTPUT_DIMS, BLOCK_SIZE, draw(BLOCK_SIZE, memory.output_width)),
+        ):
+            queries = draw(long, width)
+            expected = multiply(dims, queries, block, short)
+            several = multiply(dims, queries, block, long)
+            one = multiply(dims, queries[:1], block[:1], long)
+            if several != expected or not expected.startswith(one):
+                return RUN_QUERIES
+    return LONG_RUN_QUERIES
 
 
 def _add_halves(x: Float[Array, "*lead places"]) -> Float[Array, "*lead"]:
@@ -473,6 +553,9 @@ def _add_halves(x: Float[Array, "*lead places"]) -> Float[Array, "*lead"]:
 
 def _at_once(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Array:
     return jnp.einsum(dims, queries, block, preferred_element_type=dtype)
+
+
+_compiled_at_once = jax.jit(_at_once, static_argnums=(0, 3))
 
 
 def _one_by_one(dims: str, queries: Array, block: Array, dtype: np.dtype) -> Array:

@@ -176,6 +176,10 @@ def _recurrent(model: ModelShape, e: int) -> Iterable[StoredTensor]:
         text = f"{e} · {formula}"
         return StoredTensor("recurrent", name, text, e * size, "recurrent", "no")
 
+    if r.kind == "conv":
+        yield tensor("projections and their product", "4 dv", 4 * r.num_outputs)
+        yield tensor("output and its product", "2 dv", 2 * r.num_outputs)
+        return
     channels = "2 nk dk + nv dv"
     name = "before and after the convolution"
     yield tensor(name, f"2 ({channels})", 2 * r.num_channels)

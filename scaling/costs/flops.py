@@ -109,7 +109,7 @@ def forward_terms(
         formula = f"2 · {repeats}{weight.formula}"
         flops = 2 * weight.size * number * times
         terms.append(FlopTerm(weight.part, weight.name, formula, flops, "s"))
-    if (r := model.recurrent) is not None:
+    if (r := model.recurrent) is not None and r.state_numbers:
         products = 2 * r.products_per_number
         flops = products * r.state_numbers * model.num_recurrent_layers * tokens
         formula = f"{products} nv dk dv"

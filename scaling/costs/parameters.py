@@ -213,6 +213,15 @@ def _recurrent(model: ModelShape) -> Iterable[Weight]:
     dv = r.value_dim
     values = r.num_outputs
     channels = r.num_channels
+    if r.kind == "conv":
+        yield weight("inputs and gates", "3 h dv", 3 * h * dv)
+        yield weight("output", "dv h", dv * h)
+        yield plain("convolution", "dv w", r.kernel_size * dv)
+        if r.conv_bias:
+            yield plain("convolution bias", "dv", dv)
+        if r.projection_bias:
+            yield plain("biases of projections", "3 dv + h", 3 * dv + h)
+        return
     yield weight("query, key, value", "h (2 nk dk + nv dv)", h * channels)
     yield weight("output", "nv dv h", values * h)
     yield plain("convolution", "(2 nk dk + nv dv) w", r.kernel_size * channels)

@@ -110,8 +110,8 @@ class RecurrentShape(ConfigRecord):
     Source: as `jaxkv.models.RecurrenceConfig`, which has the same fields.
     """
 
-    kind: Literal["gdn", "kda", "mamba2"] = "gdn"
-    """Gated delta rule, Kimi delta attention, or Mamba 2."""
+    kind: Literal["gdn", "kda", "mamba2", "conv"] = "gdn"
+    """Gated delta rule, Kimi delta attention, Mamba 2, or a short convolution."""
     num_key_heads: PositiveInt
     num_value_heads: PositiveInt
     key_dim: PositiveInt
@@ -127,6 +127,8 @@ class RecurrentShape(ConfigRecord):
     @property
     def num_channels(self) -> int:
         """Width of the convolution: queries, keys and values."""
+        if self.kind == "conv":
+            return self.num_outputs
         return 2 * self.num_key_heads * self.key_dim + self.num_outputs
 
     @property
@@ -137,7 +139,7 @@ class RecurrentShape(ConfigRecord):
     @property
     def state_numbers(self) -> int:
         """Numbers of a sequence's state in one layer, without the convolution's."""
-        return self.num_outputs * self.key_dim
+        return 0 if self.kind == "conv" else self.num_outputs * self.key_dim
 
     @property
     def conv_numbers(self) -> int:

@@ -13,9 +13,9 @@ from jaxkv import files, validation
 from jaxkv.models import (
     FAMILIES,
     Family,
-    parse_flag,
     parse_size,
     read_fields,
+    read_windows,
     refuse_other_values,
     text_part,
     without_aliases,
@@ -129,34 +129,15 @@ def _mixture_layers(
 def _windows(
     family: Family, raw: Mapping[str, object], num_layers: int
 ) -> tuple[int | None, ...]:
-    """Returns the window of every layer, None without one."""
-    rule = family.windows
-    layers = range(num_layers)
-    first = 0
-    stride = None
-    if rule in ("flagged", "off", "listed", "nope"):
-        flag = raw.get("use_sliding_window")
-        if flag is None or not parse_flag("use_sliding_window", flag):
-            return (None,)
-        first = 0 if rule == "nope" else _size(raw, "max_window_layers", 28, low=0)
-    elif rule == "even":
-        stride = 2
-    elif rule == "pattern":
-        stride = _size(raw, "sliding_window_pattern", family.window_period)
-    window = raw.get("sliding_window", family.default_window)  # null means no window
-    if rule == "never" or window is None:
+    """Returns the window of every layer, None without one.
+
+    Keys that only serving refuses are counted.
+    """
+    if family.windows == "never":
         return (None,)
-    kinds = raw.get("layer_types")
-    if not isinstance(kinds, list):
-        slides = [x >= first and (stride is None or (x + 1) % stride) for x in layers]
-    elif len(kinds) != num_layers:
-        raise ValueError(f"layer_types has {len(kinds)} entries, not {num_layers}")
-    else:
-        slides = [kind == "sliding_attention" for kind in kinds]
-    if not any(slides):
-        return (None,)
-    window = parse_size("sliding_window", window, high=MAX_SIZE)
-    return tuple(window if has_window else None for has_window in slides)
+    if family.windows in ("off", "listed"):
+        family = family._replace(windows="flagged")
+    return tuple(read_windows(family, raw, num_layers))
 
 
 _BRANCH_BY_TYPE: Mapping[str, LayerSort] = {

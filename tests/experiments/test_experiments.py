@@ -119,7 +119,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be at least 1"),
     ],
     "policy_search": [
-        ({"traffics": ("calls",)}, "traffics='calls' must be 'default'"),
+        ({"traffics": ("calls",)}, "traffics='calls' must be 'all'"),
         ({"traffics": ()}, "traffics=() must have at least one traffic"),
         ({"hours": (1, 2)}, "hours=(1, 2) must be three numbers"),
         ({"jobs_per_s": (1.0,), "traffics": ("wide", "chains")}, "must have a rate"),

@@ -29,6 +29,8 @@ FAMILIES = (
     "kimi_linear",
     "granitemoehybrid",
     "nemotron_h",
+    "lfm2",
+    "lfm2_moe",
 )
 
 

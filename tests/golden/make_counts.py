@@ -57,6 +57,17 @@ CASES = [
             "moe_latent_size": 1024,
         },
     ),
+    *(
+        (
+            name,
+            {
+                "num_hidden_layers": 3,
+                "layer_types": ["conv", "full_attention", "conv"],
+                "conv_bias": True,
+            },
+        )
+        for name in ("lfm2", "lfm2_moe")
+    ),
     ("gpt2", {"n_layer": 3}),
     (
         "llama",
@@ -106,6 +117,8 @@ mamba_proj_bias mlp_layer_types num_experts_per_token num_shared_experts
 shared_intermediate_size
 conv_kernel layers_block_type mamba_head_dim mamba_num_heads moe_latent_size
 moe_shared_expert_intermediate_size n_groups ssm_state_size use_bias use_conv_bias
+block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of conv_bias
+conv_L_cache num_dense_layers
 """.split()
 
 
@@ -116,7 +129,7 @@ def count_parameters(name: str, change: dict) -> dict:
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     sizes = {id(x): x.numel() for x in model.parameters()}
-    corrections = [x.numel() for at, x in model.named_buffers() if "correction" in at]
+    corrections = [x.numel() for at, x in model.named_buffers() if "_bias" in at]
     values = json.loads(config.to_json_string(use_diff=False))
     return {
         "config": {"model_type": name}

@@ -62,6 +62,8 @@ FAMILIES = {
     "kimi_linear": "KimiLinearForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
 }
 KINDS = [*FAMILIES][[*FAMILIES].index("gpt_neox") :]
 """Families with further kinds of layers."""
@@ -132,6 +134,9 @@ def draw_config(draw: Draw, family: str) -> dict[str, Any]:
         return raw | draw_latent(draw, family, raw)
     if family in KINDS:
         ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        if family.startswith("lfm2"):
+            raw["norm_eps"] = raw.pop("rms_norm_eps")
+            del raw["hidden_act"]  # always SiLU
         is_hybrid = family in HYBRIDS
         draw_fields = draw_hybrid if is_hybrid else draw_kinds
         return raw | ids | draw_fields(draw, family, raw)
@@ -362,7 +367,27 @@ def draw_hybrid(draw: Draw, family: str, raw: dict[str, Any]) -> dict[str, Any]:
             "n_group": draw.one(1, 2),
             "routed_scaling_factor": draw.one(1.0, 2.5),
         },
+        "lfm2": {
+            "rope_parameters": plain,
+            "conv_L_cache": draw.one(2, 3, 4),
+            "conv_bias": draw.chance(0.5),
+            "block_auto_adjust_ff_dim": draw.chance(0.5),
+            "block_multiple_of": draw.one(4, 8),
+        },
+        "lfm2_moe": {
+            "rope_parameters": plain,
+            "conv_L_cache": draw.one(2, 3, 4),
+            "num_dense_layers": draw.one(0, 1),
+            "num_experts": 4,
+            "num_experts_per_tok": draw.one(1, 2),
+            "moe_intermediate_size": 8,
+            "norm_topk_prob": draw.chance(0.5),
+            "use_expert_bias": draw.one(True, True, True, False),
+            "routed_scaling_factor": draw.one(1.0, 2.5),
+        },
     }
+    if family.startswith("lfm2"):
+        types = [kind.replace("linear_attention", "conv") for kind in types]
     if family != "nemotron_h":
         fields[family]["layer_types"] = types
     return {"num_hidden_layers": num_layers} | fields[family]

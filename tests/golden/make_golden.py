@@ -344,6 +344,7 @@ def hybrids() -> dict[str, transformers.PretrainedConfig]:
     t = transformers
     types = dict(layer_types=["linear_attention", "full_attention", "linear_attention"])
     three = BASE | dict(num_hidden_layers=3) | types
+    conv = dict(layer_types=["conv", "full_attention", "conv"])
     delta = dict(
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -401,6 +402,21 @@ def hybrids() -> dict[str, transformers.PretrainedConfig]:
             mamba_d_state=6,
             mamba_d_head=8,
             mamba_proj_bias=True,
+        ),
+        # Short convolutions.
+        "lfm2": t.Lfm2Config(
+            **three | conv,
+            conv_bias=True,
+            block_multiple_of=8,
+            tie_word_embeddings=False,
+        ),
+        "lfm2_moe": t.Lfm2MoeConfig(
+            **three | MIXTURE | conv | dict(num_hidden_layers=3),
+            conv_L_cache=4,
+            num_experts=4,
+            num_dense_layers=1,
+            moe_intermediate_size=12,
+            routed_scaling_factor=1.5,
         ),
         # One branch a layer.
         "nemotron_h": t.NemotronHConfig(

@@ -24,6 +24,7 @@ from jaxkv.models import ModelConfig
 from jaxkv.parallel import make_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.serving import read_model_folder
+from pallas_kernels.paged_attention import PagedKV, choose_run_queries, reference
 from tests.support import engines, latent_models
 from tests.support.folders import ROOT
 
@@ -61,6 +62,28 @@ def test_an_engine_reports_the_bits_of_score() -> None:
         counts = count_different(engine, DENSE, params, num_requests=16)
         assert counts.num_different == 0
         assert counts.num_logprobs > at_least
+
+
+@pytest.mark.thorough
+def test_score_has_the_same_bits_with_the_runs_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where long runs have other bits, `score` has the short runs of an engine."""
+    tokens = np.random.default_rng(5).integers(0, 61, (3, 90)).astype(np.int32)
+    params = params_of(DENSE)
+    scores = jaxkv.score(params, tokens, config=DENSE)
+    choices = []
+
+    def choose(q: jax.Array, memory: PagedKV) -> int:
+        choices.append(choose_run_queries(q, memory))
+        return reference.RUN_QUERIES
+
+    monkeypatch.setattr(reference, "choose_run_queries", choose)
+    padded = np.pad(tokens, ((0, 0), (0, 1)))  # otherwise it is not traced again
+    lengths = np.full(3, 90, np.int32)
+    short = jaxkv.score(params, padded, lengths, config=DENSE)
+    assert choices
+    np.testing.assert_array_equal(short[:, :-1], scores)
 
 
 @pytest.mark.thorough
@@ -233,3 +256,9 @@ def test_score_refuses_what_it_cannot_score() -> None:
         )
     with pytest.raises(ValueError, match="at least one token"):
         jaxkv.score(params, tokens[:, :0], config=DENSE)
+    for wrong in (-1, 5):
+        lengths = np.array([wrong], np.int32)
+        with pytest.raises(
+            ValueError, match=rf"lengths=\[{wrong}\] must be in \[0, 4\]"
+        ):
+            jaxkv.score(params, tokens, lengths, config=DENSE)

@@ -37,6 +37,7 @@ def attend_arrays(
     numerics: Literal["fast", "reproducible"] = "fast",
     implementation: AttentionImplementation | None = None,
     tiling: KernelTilings | None = None,
+    long_runs: bool = False,
     function: Callable[..., AttentionState] = paged_attention,
     **pages: Any,
 ) -> AttentionState:
@@ -62,13 +63,21 @@ def attend_arrays(
         scoring,
         plan=plan,
         numerics=numerics,
+        long_runs=long_runs,
         implementation=implementation,
     )
 
 
 attend = jax.jit(
     attend_arrays,
-    static_argnames=("scale", "window", "softcap", "numerics", "implementation"),
+    static_argnames=(
+        "scale",
+        "window",
+        "softcap",
+        "numerics",
+        "long_runs",
+        "implementation",
+    ),
 )
 
 

@@ -29,14 +29,21 @@ class Optimizer(Protocol):
 class CMASearch:
     """Covariance matrix adaptation. Source: Hansen 2016, arXiv:1604.00772."""
 
-    def __init__(self, size: int, *, population: int, sigma: float, seed: int) -> None:
-        """Starts at 0 with a standard deviation of `sigma`."""
+    def __init__(
+        self,
+        start: Float[np.ndarray, " size"],
+        *,
+        population: int,
+        sigma: float,
+        seed: int,
+    ) -> None:
+        """Starts at a point with a standard deviation of `sigma`."""
         # Here, since the library is an extra.
         from cmaes import CMA
 
         self._population = population
         self._cma = CMA(
-            mean=np.zeros(size), sigma=sigma, population_size=population, seed=seed
+            mean=start.astype(float), sigma=sigma, population_size=population, seed=seed
         )
 
     def ask(self) -> Float[np.ndarray, "population size"]:
@@ -59,15 +66,24 @@ class CMASearch:
 class RandomSearch:
     """Independent normal points."""
 
-    def __init__(self, size: int, *, population: int, sigma: float, seed: int) -> None:
-        """Draws around 0 with a standard deviation of `sigma`."""
-        self._shape = population, size
+    def __init__(
+        self,
+        start: Float[np.ndarray, " size"],
+        *,
+        population: int,
+        sigma: float,
+        seed: int,
+    ) -> None:
+        """Draws around a point with a standard deviation of `sigma`."""
+        self._start = start
+        self._population = population
         self._sigma = sigma
         self._rng = np.random.default_rng(seed)
 
     def ask(self) -> Float[np.ndarray, "population size"]:
         """Returns the points of a generation."""
-        return self._rng.normal(0.0, self._sigma, self._shape)
+        shape = self._population, self._start.size
+        return self._start + self._rng.normal(0.0, self._sigma, shape)
 
     def tell(
         self,

@@ -31,7 +31,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
     title = "A higher price, a smaller model"
     price = "price of serving over the offer [1]"
     lab.set_labels(axes[0, 1], title, price, y, xscale="log", yscale="log")
-    rows = result.rules.where(aim="loss")
+    rows = loads.where(aim="loss")
     for values, color, mark, name in (
         (rows.training_excess, 2, "v", "compute optimum"),
         (rows.closed_excess, 3, "^", "2 N per token"),
@@ -49,7 +49,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
     low = servers.low_per_s / servers.num_devices
     high = servers.high_per_s / servers.num_devices
     lab.shade_band(ax, servers.num_params, low, high, lab.colors()[5], 0.2)
-    ran = result.simulated
+    ran = servers.at(servers.simulated_per_s > 0)
     if len(ran):
         simulated = ran.simulated_per_s / ran.num_devices
         look = {"marker": "D", "linestyle": ""}

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from experiments import lab
 from experiments.decisions.total_cost import drawing
@@ -22,9 +23,7 @@ from experiments.decisions.total_cost.tables import (
     LoadRows,
     PriceRows,
     Result,
-    RuleRows,
     ServerRows,
-    SimulatedRows,
     TrafficRows,
 )
 from scaling import cli, fits
@@ -34,12 +33,14 @@ from scaling.laws import (
     CHINCHILLA,
     COEFFICIENTS,
     CONSTANTS,
+    Optimum,
     TwoPowers,
     simulate_isoflop_runs,
 )
 from scaling.plan import (
     DAY_S,
     HOUR_S,
+    CostOptimum,
     DesignFamily,
     ServingLadder,
     allocate_budget,
@@ -210,60 +211,57 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
         num_draws=config.num_draws,
     )
     setting = StudySetting(config, powers, laws, sizes, flop_cost)
-    loads = []
-    rules = []
-    for rate in progress.track(config.rates, "loads", "solving"):
-        for aim in setting.aims:
-            load_row, rule_row = _solve_load(setting, aim, rate)
-            loads.append(load_row)
-            rules.append(rule_row)
+    loads = [
+        _solve_load(setting, aim, rate)
+        for rate in progress.track(config.rates, "loads", "solving")
+        for aim in setting.aims
+    ]
     sardana = _sardana_example()
-    zero = [_zero_load_error(setting, aim) for aim in setting.aims]
-    simulated = SimulatedRows.of(list(_simulated(setting, progress)))
+    servers = ServerRows.of(list(_servers(setting, progress)))
     return Result(
         powers=np.array([*powers], float),
         flop_cost=flop_cost,
-        zero_load_error=max(zero),
+        zero_load_error=max(_zero_load_error(setting, aim) for aim in setting.aims),
         closed_forms=ClosedForms.of(list(_closed_forms(setting))),
         loads=LoadRows.of(loads),
         traffics=TrafficRows.of(list(_traffics(setting, progress))),
         prices=PriceRows.of(list(_prices(setting))),
-        rules=RuleRows.of(rules),
-        servers=ServerRows.of(list(_servers(setting))),
-        simulated=simulated,
-        simulated_shift=_simulated_shift(setting, simulated),
+        servers=servers,
+        simulated_shift=_simulated_shift(setting, servers),
         sardana_params=sardana[0],
         sardana_saved=sardana[1],
     )
+
+
+def _free_optimum(
+    setting: StudySetting, aim: str, inference_tokens: float = 0.0
+) -> Optimum:
+    """Returns the optimum if each served token takes 2 N operations."""
+    c = setting.config
+    if aim == LOSS:
+        return cheapest_model(
+            setting.powers, c.target_loss, inference_tokens=inference_tokens
+        )
+    flops = c.budget_usd / setting.flop_cost
+    return allocate_budget(setting.powers, flops, inference_tokens=inference_tokens)
 
 
 def _zero_load_error(setting: StudySetting, aim: str) -> float:
     """Returns the largest relative distance from the compute optimum."""
     ladder = setting.sizes.ladders(setting.load(0.0), "usd")[0]
     best = total_cost(setting.powers, ladder, **setting.aims[aim])
-    c = setting.config
-    if aim == LOSS:
-        free = cheapest_model(setting.powers, c.target_loss)
-    else:
-        free = allocate_budget(setting.powers, c.budget_usd / setting.flop_cost)
+    free = _free_optimum(setting, aim)
     return max(abs(x / y - 1) for x, y in zip(best[:3], free, strict=True))
 
 
 def _closed_forms(setting: StudySetting) -> Iterator[tuple[Any, ...]]:
     """Yields the optima for 2 N operations per token, by ladder and closed form."""
-    c = setting.config
     num_params = setting.sizes.num_params
-    flops = c.budget_usd / setting.flop_cost
-    for rate in c.rates:
+    for rate in setting.config.rates:
         served = setting.load(rate).num_tokens
         ladder = closed_form_ladder(num_params, served, setting.flop_cost)
         for aim, arguments in setting.aims.items():
-            if aim == LOSS:
-                exact = cheapest_model(
-                    setting.powers, c.target_loss, inference_tokens=served
-                )
-            else:
-                exact = allocate_budget(setting.powers, flops, inference_tokens=served)
+            exact = _free_optimum(setting, aim, served)
             # The ladder ends at a 200th of its largest size.
             if exact.num_params < num_params[0]:
                 continue
@@ -275,10 +273,8 @@ def _closed_forms(setting: StudySetting) -> Iterator[tuple[Any, ...]]:
             yield aim, served, best.num_params, exact.num_params, largest
 
 
-def _solve_load(
-    setting: StudySetting, aim: str, rate: float
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns rows of `LoadRows` and `RuleRows`."""
+def _solve_load(setting: StudySetting, aim: str, rate: float) -> tuple[Any, ...]:
+    """Returns a row of `LoadRows`."""
     load = setting.load(rate)
     ladders = setting.sizes.ladders(load, "usd")
     arguments = setting.aims[aim]
@@ -287,34 +283,32 @@ def _solve_load(
     if spread is None:
         raise ValueError(f"{rate=:g} has no draw with an optimum for a {aim}")
     joules = setting.sizes.ladders(load, "joules")[0]
-    load_row = (
-        *(aim, rate, best.num_params, *spread.num_params),
-        *(best.num_tokens, *spread.num_tokens, best.loss, *spread.loss),
-        *(best.cost, *spread.cost, best.serving_cost),
-        float(ladder_cost(joules, best.num_params)),
-    )
     truth = law_two_powers(CHINCHILLA, COEFFICIENTS)
-    true_params = total_cost(truth, ladders[0], **arguments).num_params
     whole_ladder = setting.sizes.ladders(load, "usd", is_whole=True)[0]
     try:
         whole_params = total_cost(setting.powers, whole_ladder, **arguments).num_params
     except ValueError:  # whole servers take more than the budget
         whole_params = math.nan
-    excess = [
-        _cost_of(setting, ladders[0], best.loss, tokens) / best.cost - 1
-        for tokens in (0.0, load.num_tokens)
-    ]
-    rule_row = (aim, rate, best.num_params, true_params, whole_params, *excess)
-    return load_row, rule_row
+    return (
+        *(aim, rate, best.num_params, *spread.num_params),
+        *(best.num_tokens, *spread.num_tokens, best.loss, *spread.loss),
+        *(best.cost, *spread.cost, best.serving_cost),
+        float(ladder_cost(joules, best.num_params)),
+        total_cost(truth, ladders[0], **arguments).num_params,
+        whole_params,
+        *_excess(setting, ladders[0], best, load.num_tokens),
+    )
 
 
-def _cost_of(
-    setting: StudySetting, ladder: ServingLadder, loss: float, inference_tokens: float
-) -> float:
-    """Returns the cost of a closed form's model of a loss, on the fitted servers."""
-    model = cheapest_model(setting.powers, loss, inference_tokens=inference_tokens)
-    training = 6 * setting.flop_cost * model.num_params * model.num_tokens
-    return training + float(ladder_cost(ladder, model.num_params))
+def _excess(
+    setting: StudySetting, ladder: ServingLadder, best: CostOptimum, num_tokens: float
+) -> Iterator[float]:
+    """Yields the costs of the closed forms of a loss over the best, minus 1."""
+    for served in (0.0, num_tokens):
+        model = cheapest_model(setting.powers, best.loss, inference_tokens=served)
+        training = 6 * setting.flop_cost * model.num_params * model.num_tokens
+        cost = training + float(ladder_cost(ladder, model.num_params))
+        yield cost / best.cost - 1
 
 
 def _traffics(
@@ -341,13 +335,11 @@ def _traffics(
         # Operations of 2 N per token, over those that the price of serving buys.
         paid = best.serving_cost / (setting.flop_cost * c.mfu)
         used = 2 * best.num_params * load.num_tokens / paid
-        excess = [
-            _cost_of(setting, ladder, best.loss, tokens) / best.cost - 1
-            for tokens in (0.0, load.num_tokens)
-        ]
         share = best.serving_cost / best.cost
-        sizes_found = (best.num_params, closed.num_params)
-        yield (text, rate, *sizes_found, best.cost, share, used, *excess)
+        yield (
+            *(text, rate, best.num_params, closed.num_params, best.cost, share, used),
+            *_excess(setting, ladder, best, load.num_tokens),
+        )
 
 
 def _prices(setting: StudySetting) -> Iterator[tuple[Any, ...]]:
@@ -361,58 +353,66 @@ def _prices(setting: StudySetting) -> Iterator[tuple[Any, ...]]:
             yield aim, factor, best.num_params, best.loss, best.cost
 
 
-def _cheapest_kinds(setting: StudySetting) -> dict[int, int]:
-    """Returns the cheapest kind of server of each size that one takes."""
-    costs = setting.sizes.costs(setting.load(1.0), "usd")[0]
-    usable = np.flatnonzero(np.isfinite(costs.min(axis=1)))
-    return {int(x): int(costs[x].argmin()) for x in usable}
-
-
-def _servers(setting: StudySetting) -> Iterator[tuple[Any, ...]]:
-    """Yields rows of `ServerRows`."""
+def _servers(
+    setting: StudySetting, progress: lab.Progress
+) -> Iterator[tuple[Any, ...]]:
+    """Yields rows of `ServerRows`: the cheapest kind of server of each size."""
     c = setting.config
     sizes = setting.sizes
     load = setting.load(1.0)
     costs = sizes.costs(load, "usd")
-    for place, kind in _cheapest_kinds(setting).items():
+    usable = np.flatnonzero(np.isfinite(costs[0].min(axis=1)))
+    logs = np.log(sizes.num_params[usable])
+    simulated = {
+        int(usable[np.argmin(np.abs(logs - math.log(x)))]) for x in c.simulated_sizes
+    }
+    for place in progress.track(usable.tolist(), "servers", "simulating"):
+        kind = int(costs[0, place].argmin())
         rates = sizes.goodput.requests_per_s[:, place, kind]
         size = sizes.num_params[place]
         degree = sizes.kinds[kind].num_devices
         tokens = (c.prompt_tokens + c.answer_tokens) * rates[0]
         peak = sizes.kinds[kind].offer.flops_per_s * degree
+        drawn = np.array([math.nan])
+        if place in simulated:
+            drawn = _simulate(setting, place, kind)
         yield (
             *(size, degree, sizes.goodput.concurrency[0, place, kind], rates[0]),
             *np.quantile(rates[1:], [0.05, 0.95]),
             costs[0, place, kind] / load.num_requests * 1e3,
             sizes.request_joules[0, place, kind],
             2 * size * tokens / peak,
+            *(float(np.median(drawn)), float(drawn.min()), float(drawn.max())),
         )
 
 
-def _simulated(
-    setting: StudySetting, progress: lab.Progress
-) -> Iterator[tuple[Any, ...]]:
-    """Yields rows of `SimulatedRows`."""
-    kinds = _cheapest_kinds(setting)
-    logs = np.log(setting.sizes.num_params[[*kinds]])
-    wanted = setting.config.simulated_sizes
-    nearest = [int(np.argmin(np.abs(logs - math.log(x)))) for x in wanted]
-    places = [[*kinds][x] for x in nearest]
-    for place in progress.track(places, "servers", "simulating"):
-        kind = kinds[place]
-        rates = setting.sizes.goodput.requests_per_s[:, place, kind]
-        yield (
-            setting.sizes.num_params[place],
-            setting.sizes.kinds[kind].num_devices,
-            rates[0],
-            *np.quantile(rates[1:], [0.05, 0.95]),
-            *_simulate(setting, place, kind),
-        )
+def _simulate(
+    setting: StudySetting, place: int, kind: int
+) -> Float[np.ndarray, " draws"]:
+    """Simulates the largest load of a server."""
+    c = setting.config
+    sizes = setting.sizes
+    replica = sizes.kinds[kind]
+    server = make_replica(
+        sizes.designs[place].model,
+        find_device(replica.offer.name),
+        replica.num_devices,
+        prompt_tokens=c.prompt_tokens,
+        answer_tokens=c.answer_tokens,
+    )
+    concurrency = float(sizes.goodput.concurrency[0, place, kind])
+    return simulate_goodput(
+        dataclasses.replace(server, concurrency=concurrency),
+        LatencyLimits(c.first_token_s, c.token_s),
+        float(sizes.goodput.requests_per_s[0, place, kind]),
+        num_draws=c.num_simulated_draws,
+        seed=c.seed,
+    )
 
 
-def _simulated_shift(setting: StudySetting, simulated: SimulatedRows) -> float:
+def _simulated_shift(setting: StudySetting, servers: ServerRows) -> float:
     """Returns the largest change of N if servers take the simulated loads."""
-    ran = simulated.at(simulated.simulated_per_s > 0)
+    ran = servers.at(servers.simulated_per_s > 0)
     if not len(ran):
         return math.nan
     logs = np.log(ran.requests_per_s / ran.simulated_per_s)
@@ -429,31 +429,6 @@ def _simulated_shift(setting: StudySetting, simulated: SimulatedRows) -> float:
             )
             shifts.append(abs(after / before - 1))
     return max(shifts)
-
-
-def _simulate(
-    setting: StudySetting, place: int, kind: int
-) -> tuple[float, float, float]:
-    """Simulates the largest load of a server: median, least and most of the draws."""
-    c = setting.config
-    sizes = setting.sizes
-    replica = sizes.kinds[kind]
-    server = make_replica(
-        sizes.designs[place].model,
-        find_device(replica.offer.name),
-        replica.num_devices,
-        prompt_tokens=c.prompt_tokens,
-        answer_tokens=c.answer_tokens,
-    )
-    concurrency = float(sizes.goodput.concurrency[0, place, kind])
-    rates = simulate_goodput(
-        dataclasses.replace(server, concurrency=concurrency),
-        LatencyLimits(c.first_token_s, c.token_s),
-        float(sizes.goodput.requests_per_s[0, place, kind]),
-        num_draws=c.num_simulated_draws,
-        seed=c.seed,
-    )
-    return float(np.median(rates)), float(rates.min()), float(rates.max())
 
 
 def _sardana_example() -> tuple[float, float]:
@@ -489,10 +464,10 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
         ]
         yield lab.measured("never_rises", max(rises), quantity=name)
     loads = result.loads
-    true_params = result.rules.true_params
+    true_params = loads.true_params
     is_inside = (loads.params_low <= true_params) & (true_params <= loads.params_high)
     yield lab.measured("coverage", float(is_inside.mean()), num=len(loads))
-    ran = result.simulated
+    ran = result.servers.at(result.servers.simulated_per_s > 0)
     if len(ran):
         is_near = (ran.simulated_per_s >= ran.low_per_s) & (
             ran.simulated_per_s <= ran.high_per_s
@@ -510,7 +485,7 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
 
 def summary(result: Result) -> list[lab.ReportPart]:
     """Returns the tables, and the largest rise of N if whole servers are paid."""
-    whole_params = result.rules.where(aim=LOSS).whole_params
+    whole_params = result.loads.where(aim=LOSS).whole_params
     rise = (
         float(np.nanmax(whole_params[1:] / whole_params[:-1] - 1))
         if whole_params.size > 1

@@ -8,20 +8,24 @@ from experiments import lab
 class ClosedForms(lab.ResultTable):
     """Optima for 2 N operations per token."""
 
-    aim: lab.Texts = lab.column("a loss, or a budget")
-    inference_tokens: lab.Floats = lab.column("tokens served", form="{:.3g}")
-    num_params: lab.Floats = lab.column("best size by a ladder", form="{:.4g}")
-    exact_params: lab.Floats = lab.column("best size by the closed form", form="{:.4g}")
+    aim: lab.Texts = lab.column("loss or budget")
+    inference_tokens: lab.Floats = lab.column(
+        "tokens served", heading="tokens served", form="{:.3g}"
+    )
+    num_params: lab.Floats = lab.column("best size", heading="N", form="{:.3g}")
+    exact_params: lab.Floats = lab.column(
+        "the same in closed form", heading="exact", form="{:.4g}"
+    )
     error: lab.Floats = lab.column(
         "largest relative difference of N, D, loss and cost", form="{:.1e}"
     )
 
 
 class LoadRows(lab.ResultTable):
-    """The best model for each load and aim."""
+    """The best model for each load and aim, and by other rules."""
 
-    aim: lab.Texts = lab.column("a loss, or a budget")
-    rate_per_s: lab.Floats = lab.column("requests per second", heading="requests/s")
+    aim: lab.Texts = lab.column("loss or budget")
+    rate_per_s: lab.Floats = lab.column("rate", heading="requests/s")
     num_params: lab.Floats = lab.column("best size", heading="N", form="{:.3g}")
     params_low: lab.Floats = lab.column(
         "5 % of the draws", heading="N, 5 %", form="{:.3g}"
@@ -35,23 +39,13 @@ class LoadRows(lab.ResultTable):
     loss: lab.Floats = lab.column("its loss", form="{:.4f}")
     loss_low: lab.Floats = lab.column("5 % of the draws")
     loss_high: lab.Floats = lab.column("95 % of the draws")
-    cost_usd: lab.Floats = lab.column(
-        "training and serving", heading="both [USD]", form="{:.4g}"
-    )
+    cost_usd: lab.Floats = lab.column("both", heading="both [USD]", form="{:.4g}")
     cost_low_usd: lab.Floats = lab.column("5 % of the draws")
     cost_high_usd: lab.Floats = lab.column("95 % of the draws")
     serving_usd: lab.Floats = lab.column(
         "serving", heading="serving [USD]", form="{:.4g}"
     )
     serving_joules: lab.Floats = lab.column("energy of serving in J")
-
-
-class RuleRows(lab.ResultTable):
-    """The best model by other rules, for each load and aim."""
-
-    aim: lab.Texts = lab.column("a loss, or a budget")
-    rate_per_s: lab.Floats = lab.column("requests per second", heading="requests/s")
-    num_params: lab.Floats = lab.column("best size", heading="N", form="{:.3g}")
     true_params: lab.Floats = lab.column(
         "best size by the true law", heading="true law", form="{:.3g}"
     )
@@ -64,7 +58,7 @@ class RuleRows(lab.ResultTable):
         form="{:+.1%}",
     )
     closed_excess: lab.Floats = lab.column(
-        "the same for the optimum for 2 N operations per token",
+        "the same for 2 N operations per token",
         heading="of 2 N per token",
         form="{:+.1%}",
     )
@@ -74,14 +68,12 @@ class TrafficRows(lab.ResultTable):
     """The best model for kinds of requests, and for 2 N operations per token."""
 
     traffic: lab.Texts = lab.column("tokens of prompt and answer, and limits in s")
-    rate_per_s: lab.Floats = lab.column("requests per second", heading="requests/s")
+    rate_per_s: lab.Floats = lab.column("rate", heading="requests/s")
     num_params: lab.Floats = lab.column("best size", heading="N", form="{:.3g}")
     closed_params: lab.Floats = lab.column(
         "best size for 2 N operations per token", heading="2 N per token", form="{:.3g}"
     )
-    cost_usd: lab.Floats = lab.column(
-        "training and serving", heading="both [USD]", form="{:.4g}"
-    )
+    cost_usd: lab.Floats = lab.column("both", heading="both [USD]", form="{:.4g}")
     serving_share: lab.Floats = lab.column(
         "share of serving", heading="serving", form="{:.1%}"
     )
@@ -91,12 +83,12 @@ class TrafficRows(lab.ResultTable):
         form="{:.1%}",
     )
     training_excess: lab.Floats = lab.column(
-        "cost of the compute optimum over the best, minus 1",
+        "cost of the compute optimum of that loss over the best, minus 1",
         heading="cost of the compute optimum",
         form="{:+.1%}",
     )
     closed_excess: lab.Floats = lab.column(
-        "the same for the optimum for 2 N operations per token",
+        "the same for 2 N operations per token",
         heading="of 2 N per token",
         form="{:+.1%}",
     )
@@ -105,17 +97,15 @@ class TrafficRows(lab.ResultTable):
 class PriceRows(lab.ResultTable):
     """The best model by price of serving."""
 
-    aim: lab.Texts = lab.column("a loss, or a budget")
+    aim: lab.Texts = lab.column("loss or budget")
     factor: lab.Floats = lab.column("price over the offer's", form="{:g}")
     num_params: lab.Floats = lab.column("best size", heading="N", form="{:.3g}")
     loss: lab.Floats = lab.column("its loss", form="{:.4f}")
-    cost_usd: lab.Floats = lab.column(
-        "training and serving", heading="both [USD]", form="{:.4g}"
-    )
+    cost_usd: lab.Floats = lab.column("both", heading="both [USD]", form="{:.4g}")
 
 
 class ServerRows(lab.ResultTable):
-    """The cheapest server of each size at its largest load."""
+    """The cheapest server of each size at its largest load; some are simulated."""
 
     num_params: lab.Floats = lab.column("size", heading="N", form="{:.3g}")
     num_devices: lab.Ints = lab.column("devices of a server", heading="devices")
@@ -138,22 +128,10 @@ class ServerRows(lab.ResultTable):
     used_share: lab.Floats = lab.column(
         "2 N operations per token over the peak", heading="MFU", form="{:.1%}"
     )
-
-
-class SimulatedRows(lab.ResultTable):
-    """Largest loads of servers by the closed form and by simulation."""
-
-    num_params: lab.Floats = lab.column("size", heading="N", form="{:.3g}")
-    num_devices: lab.Ints = lab.column("devices of a server", heading="devices")
-    requests_per_s: lab.Floats = lab.column(
-        "by the closed form", heading="requests/s", form="{:.3g}"
-    )
-    low_per_s: lab.Floats = lab.column("5 % of its draws", heading="5 %", form="{:.3g}")
-    high_per_s: lab.Floats = lab.column(
-        "95 % of its draws", heading="95 %", form="{:.3g}"
-    )
     simulated_per_s: lab.Floats = lab.column(
-        "by simulation, median of draws", heading="simulated", form="{:.3g}"
+        "largest load by simulation, median of draws; NaN without one",
+        heading="simulated",
+        form="{:.3g}",
     )
     simulated_low_per_s: lab.Floats = lab.column(
         "smallest of the draws", heading="smallest", form="{:.3g}"
@@ -179,15 +157,12 @@ class Result(lab.ResultRecord):
     )
     loads: LoadRows = lab.column(
         "by load",
-        heading="the best model by load",
+        heading="the best model by load, and by other rules",
         columns=(
             *("aim", "rate_per_s", "num_params", "params_low", "params_high"),
-            *("num_tokens", "loss", "cost_usd", "serving_usd"),
+            *("num_tokens", "loss", "cost_usd", "serving_usd", "true_params"),
+            *("whole_params", "training_excess", "closed_excess"),
         ),
-    )
-    rules: RuleRows = lab.column(
-        "other rules",
-        heading="other rules",
         note="Costs of models of the same loss, at the prices of the servers.",
     )
     traffics: TrafficRows = lab.column(
@@ -197,7 +172,6 @@ class Result(lab.ResultRecord):
     )
     prices: PriceRows = lab.column("by price", heading="the best model by price")
     servers: ServerRows = lab.column("by size", heading="servers by size of the model")
-    simulated: SimulatedRows = lab.column("by size", heading="largest loads, simulated")
     closed_forms: ClosedForms = lab.column(
         "2 N operations per token", heading="closed form and ladder"
     )

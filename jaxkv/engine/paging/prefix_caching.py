@@ -20,10 +20,12 @@ from jaxkv import arrays, memory
 from jaxkv.engine.paging import recurrent_states, window_pages
 from jaxkv.engine.state import EngineConfig, EngineState
 from jaxkv.memory import (
+    CLOCK_SECONDS,
     NO_PAGE,
     Eviction,
     Pool,
     PrefixCache,
+    Releases,
     Table,
     clear_slots,
     insert_unpinned,
@@ -178,11 +180,28 @@ def release_slots(
     pool, left = release_counted(state.pool, rows)
     cache = state.prefixes
     if cache is not None:
-        cache = mark_idle(cache, rows, left, rule)
+        releases = None
+        if getattr(rule, "reads_releases", False):
+            releases = _releases(state)
+        cache = mark_idle(cache, rows, left, rule, releases)
     table = clear_slots(state.table, is_released)
     state = recurrent_states.release_states(state, is_released)
     state = window_pages.release_windows(state, is_released)
     return state._replace(pool=pool, table=table, prefixes=cache)
+
+
+def _releases(state: EngineState) -> Releases:
+    """Returns what a rule reads of the request of each slot."""
+    s = state.sequences
+    sequence = jnp.maximum(state.slots.sequence, 0)
+    seconds, micros = state.ledger.clock
+    none = jnp.zeros_like(sequence)
+    return Releases(
+        now_ms=none + seconds % CLOCK_SECONDS * 1000 + micros // 1000,
+        session=s.attributes.session[sequence],
+        priority=s.attributes.priority[sequence],
+        num_pages=none,
+    )
 
 
 def insert_filled_pages(

@@ -17,12 +17,28 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from jaxkv import arrays
+from jaxkv import arrays, validation
 from jaxkv.memory import page_pool
 from jaxkv.memory.page_pool import NO_PAGE, Pool
 from jaxkv.memory.prefixes import idle_pages, prefix_cache
 from jaxkv.memory.prefixes.idle_pages import EVICTION_CHUNK, IdlePages
 from jaxkv.memory.prefixes.prefix_cache import PrefixCache
+
+CLOCK_SECONDS = 500_000
+"""Seconds after which the clock of `Releases` restarts, so that ms fit into 2^29."""
+
+
+class Releases(NamedTuple):
+    """Requests that release pages, for rules that read them."""
+
+    now_ms: Int32[Array, "..."]
+    """Clock in ms, less than 2^29."""
+    session: Int32[Array, "..."]
+    """`RequestAttributes.session` of the request."""
+    priority: Int32[Array, "..."]
+    """`RequestAttributes.priority` of the request."""
+    num_pages: Int32[Array, "..."]
+    """Full pages that its sequence releases."""
 
 
 class Uses(NamedTuple):
@@ -37,6 +53,9 @@ class Uses(NamedTuple):
     that filled it; forked sequences of one request count once."""
     depth: Int32[Array, "..."]
     """Number of pages before it."""
+    releases: Releases | None = None
+    """Requests that release the pages, of a shape that broadcasts to the other fields;
+    None unless the rule has `reads_releases`."""
 
 
 @runtime_checkable
@@ -80,11 +99,77 @@ class LFU(NamedTuple):
         return uses.num_uses
 
 
+MAX_SESSION = (1 << 16) - 1
+"""Session from which on all count as equal in `LinearEviction`."""
+MAX_RATE_MS = 10_000
+"""Largest absolute value of a rate of `LinearEviction`."""
+
+
+class LinearEviction(NamedTuple):
+    """Eviction by a linear score of the request that released the pages.
+
+    The rank is `recency now_ms - session_ms session + priority_ms priority + page_ms
+    num_pages`, and the lowest is evicted first. With a recency of 1 and no rates it is
+    LRU by time; with `session_ms` alone, prefixes of the youngest session are evicted
+    first.
+    """
+
+    recency: Int32[Array, ""]
+    """Weight of the time of release, in hundredths, in [0, 100]."""
+    session_ms: Int32[Array, ""]
+    """Decrease of the rank with each session number, in ms."""
+    priority_ms: Int32[Array, ""]
+    """Increase of the rank with each unit of the request's priority, in ms."""
+    page_ms: Int32[Array, ""]
+    """Increase of the rank with each page of the prefix, in ms."""
+
+    reads_releases = True
+
+    def priority(self, uses: Uses) -> Int32[Array, "..."]:
+        """Returns the linear score in ms."""
+        assert uses.releases is not None
+        r = uses.releases
+        session = jnp.clip(r.session, 0, MAX_SESSION)
+        rank = r.now_ms // 100 * self.recency - self.session_ms * session
+        rank += self.priority_ms * r.priority + self.page_ms * r.num_pages
+        rank = jnp.clip(rank, -(1 << 30) + 1, (1 << 30) - 1)
+        return jnp.broadcast_to(rank, uses.last_used.shape)
+
+
+_RATES_MS = f"[-{MAX_RATE_MS}, {MAX_RATE_MS}]"
+
+
+@validation.checks_numbers(
+    recency="[0, 1]", session_ms=_RATES_MS, priority_ms=_RATES_MS, page_ms=_RATES_MS
+)
+def linear_eviction(
+    *,
+    recency: int | float = 1.0,
+    session_ms: int | float = 0,
+    priority_ms: int | float = 0,
+    page_ms: int | float = 0,
+) -> LinearEviction:
+    """Makes a `LinearEviction`; the default is LRU by time. Rates are rounded.
+
+    Args:
+      recency: weight of the time of the last release, in [0, 1], in hundredths.
+      session_ms: decrease of the rank with each session number.
+      priority_ms: increase of the rank with each unit of the request's priority.
+      page_ms: increase of the rank with each page of the prefix.
+
+    Raises:
+      ValueError: a value is out of its range.
+    """
+    numbers = 100 * recency, session_ms, priority_ms, page_ms
+    return LinearEviction(*(jnp.asarray(round(x), jnp.int32) for x in numbers))
+
+
 def mark_idle(
     cache: PrefixCache,
     rows: Int32[Array, "rows columns"],
     left: Int32[Array, "rows columns"],
     rule: Eviction | None = None,
+    releases: Releases | None = None,
 ) -> PrefixCache:
     """Records that sequences have released their pages, all of one call at one tick.
 
@@ -97,6 +182,8 @@ def mark_idle(
       left: remaining uses of each page, including its pin, see
         `page_pool.release_counted`.
       rule: the eviction rule; None means `LRU()`.
+      releases: the request of each row, if the rule reads them; its `num_pages` are
+        counted here.
 
     Raises:
       ValueError: the rule's ranks are not int32.
@@ -104,6 +191,10 @@ def mark_idle(
     rule = LRU() if rule is None else rule
     rows = jnp.where(prefix_cache.is_cached(cache, rows), rows, NO_PAGE)
     tick = cache.tick + 1
+    if releases is not None:
+        num_pages = jnp.sum(rows != NO_PAGE, axis=1, dtype=jnp.int32)
+        releases = releases._replace(num_pages=num_pages)
+        releases = Releases(*(x[:, None] for x in releases))
 
     def note(_: Array, carry: tuple[Array, IdlePages]) -> tuple[Array, IdlePages]:
         last_used, idle = carry
@@ -113,6 +204,7 @@ def mark_idle(
             last_used=now,
             num_uses=arrays.take(cache.num_uses, rows, fill=0),
             depth=arrays.take(cache.depth, rows, fill=0),
+            releases=releases,
         )
         joins = (left == 1) & (rows != NO_PAGE)
         priority = _priority(rule, uses)

@@ -212,9 +212,11 @@ def to_hf(config: ModelConfig) -> dict[str, object]:
         is_grouped = experts.num_groups > 1
         written |= {
             "experts.dense_layers": [*range(experts.num_dense_layers)],
-            "experts.gate_bias": "group_limited_greedy" if is_grouped else "greedy",
             "experts.num_shared": experts.shared_size // experts.size or None,
         }
+        if "topk_method" in family.keys:
+            method = "group_limited_greedy" if is_grouped else "greedy"
+            written["experts.gate_bias"] = method
     if "kv_lora_rank" in family.keys:
         for name in ("latent", "experts"):
             if getattr(config, name) is None:
@@ -403,7 +405,7 @@ def refuse_other_values(
 
 def _checked(key: str, field: str, value: object, high: int) -> object:
     """Returns a value converted to the type of its field."""
-    if field == "experts.gate_bias":
+    if key == "topk_method":
         return value == "noaux_tc"
     if field not in ("activation", "recurrence.activation"):
         return values.parse_field(key, field, value, high)

@@ -14,7 +14,13 @@ from jaxkv.models.huggingface.dense_families import (
 )
 from jaxkv.models.huggingface.family import Family, RawConfig, key, keys_of
 from jaxkv.models.huggingface.mixture_families import DEEPSEEK_V2, MIXTRAL, QWEN_MOE
-from jaxkv.models.huggingface.values import MAX_LAYERS, parse_size, shorten
+from jaxkv.models.huggingface.values import (
+    MAX_LAYERS,
+    parse_flag,
+    parse_positive_number,
+    parse_size,
+    shorten,
+)
 from jaxkv.models.huggingface.windows import FULL, RECURRENT
 
 if TYPE_CHECKING:
@@ -246,6 +252,12 @@ def _keys_of_olmo(config: "ModelConfig") -> dict[str, object]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
 
 
+_LFM2_NAMES = {
+    "block_ff_dim": "intermediate_size",
+    "tie_embedding": "tie_word_embeddings",
+}
+"""Key of published files -> key of transformers 5."""
+
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Letter of Nemotron-H's old pattern -> type of layer."""
 
@@ -272,9 +284,57 @@ def _rewrite_nemotron(raw: RawConfig) -> RawConfig:
     return raw
 
 
+def _rewrite_lfm2(raw: RawConfig) -> RawConfig:
+    """Replaces older keys, names of layers, and the rule of the MLP's width."""
+    for alias, name in _LFM2_NAMES.items():
+        if (value := raw.pop(alias, None)) is not None:  # as in transformers
+            raw[name] = value
+    adjusts = raw.pop("block_auto_adjust_ff_dim", None)
+    multiple = raw.pop("block_multiple_of", None)
+    factor = raw.pop("block_ffn_dim_multiplier", 1.0)
+    if adjusts is None or parse_flag("block_auto_adjust_ff_dim", adjusts):
+        size = parse_size("intermediate_size", raw.get("intermediate_size", 12288))
+        size = int(2 * size / 3)
+        if factor is not None:
+            size = int(parse_positive_number("block_ffn_dim_multiplier", factor) * size)
+        multiple = 256 if multiple is None else multiple
+        multiple = parse_size("block_multiple_of", multiple)
+        raw["intermediate_size"] = -(-size // multiple) * multiple
+    full_layers = raw.pop("full_attn_idxs", None)
+    if full_layers is None:
+        full_layers = [*range(MAX_LAYERS)]
+    if not isinstance(full_layers, list):
+        raise ValueError(f"full_attn_idxs={shorten(full_layers)} must be a list")
+    return _list_layers(_rename_conv(raw), full_layers)
+
+
+def _rename_conv(raw: RawConfig) -> RawConfig:
+    kinds = raw.get("layer_types")
+    if not isinstance(kinds, list):
+        return raw
+    return {**raw, "layer_types": _rename_layers(kinds)}
+
+
+def _keys_of_lfm2(config: "ModelConfig") -> dict[str, object]:
+    recurrent = config.recurrent_layers
+    layers = range(config.num_layers)
+    keys: dict[str, object] = {
+        "layer_types": ["conv" if x in recurrent else FULL for x in layers]
+    }
+    if config.experts is None:
+        keys["block_auto_adjust_ff_dim"] = False
+    return keys
+
+
+def _conv_rows(config: "ModelConfig") -> Mapping[str, Sequence[int]]:
+    """Returns the rows of the projections of a short convolution."""
+    size = _recurrence_of(config).num_outputs
+    return _blocks(1, input_gate=size, gate=size, mixed=size)
+
+
 def _rename_layers(kinds: Sequence[object]) -> list[object]:
     """Returns types of layers with the names of transformers 5."""
-    names = {"mamba": RECURRENT, "attention": FULL}
+    names = {"mamba": RECURRENT, "conv": RECURRENT, "attention": FULL}
     return [names.get(x, x) if isinstance(x, str) else x for x in kinds]
 
 
@@ -311,7 +371,111 @@ _QWEN = {
     "recurrence.kind": "gdn",
 }
 
+LFM2 = LLAMA._replace(
+    architecture="Lfm2ForCausalLM",
+    keys={
+        **keys_of(
+            UNBIASED,
+            "hidden_size",
+            "rms_norm_eps",
+            "hidden_act",
+            num_key_value_heads=8,
+            intermediate_size=12288,
+            max_position_embeddings=128000,
+            tie_word_embeddings=True,
+        ),
+        "hidden_size": key("hidden_size", "recurrence.value_dim"),
+        "norm_eps": key("norm_eps", default=1e-5),
+        "conv_L_cache": key("recurrence.kernel_size", default=3),
+        "conv_bias": key(
+            "recurrence.conv_bias", "recurrence.projection_bias", default=False
+        ),
+    },
+    implied={
+        **LLAMA.implied,
+        "activation": "silu",
+        "qk_norm": True,
+        "recurrence.kind": "conv",
+        **dict.fromkeys(
+            (
+                "recurrence.num_key_heads",
+                "recurrence.num_value_heads",
+                "recurrence.key_dim",
+            ),
+            1,
+        ),
+    },
+    # Of published files; transformers reads none of them.
+    harmless=(
+        "block_dim",
+        "block_mlp_init_scale",
+        "block_norm_eps",
+        "block_out_init_scale",
+        "block_use_swiglu",
+        "block_use_xavier_init",
+        "conv_dim",
+        "conv_dim_out",
+        "conv_use_xavier_init",
+        "num_heads",
+        "theta",
+        "use_pos_enc",
+    ),
+    rope_theta=1e6,
+    rewrite=_rewrite_lfm2,
+    further_keys=_keys_of_lfm2,
+    packed={".conv.in_proj": _conv_rows},
+    modules={
+        **{name: LLAMA.modules[name] for name in ("embed", "head")},
+        "final_norm": ("model.embedding_norm",),
+        ".attention_norm": (".operator_norm",),
+        ".qkv": LLAMA.modules[".qkv"],
+        ".q_norm": (".self_attn.q_layernorm",),
+        ".k_norm": (".self_attn.k_layernorm",),
+        ".out": (".self_attn.out_proj",),
+        ".mlp_norm": (".ffn_norm",),
+        ".up": (".feed_forward.w1", ".feed_forward.w3"),
+        ".down": (".feed_forward.w2",),
+        ".mixer.mixed": (".conv.in_proj:mixed",),
+        ".mixer.input_gate": (".conv.in_proj:input_gate",),
+        ".mixer.gate": (".conv.in_proj:gate",),
+        ".mixer.kernel": (".conv.conv.weight",),
+        ".mixer.kernel_bias": (".conv.conv.bias",),
+    },
+    recurrent_modules={".out": (".conv.out_proj",)},
+)
+
 HYBRID_FAMILIES: Mapping[str, Family] = {
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2._replace(
+        architecture="Lfm2MoeForCausalLM",
+        keys={
+            **keys_of(LFM2.keys, intermediate_size=7168),
+            "moe_intermediate_size": key("experts.size", default=1792),
+            "num_experts": key("experts.num_experts", default=32),
+            "num_experts_per_tok": key("experts.top_k", default=4),
+            "num_dense_layers": key("experts.num_dense_layers", default=2),
+            "use_expert_bias": key("experts.gate_bias", default=True),
+            "norm_topk_prob": key("experts.renormalise", default=True),
+            "routed_scaling_factor": key("experts.scale", default=1.0),
+        },
+        implied={
+            **LFM2.implied,
+            "experts.scoring": "sigmoid",
+            "experts.sum_eps": 1e-6,
+        },
+        rewrite=_rename_conv,
+        aliases={"tie_embedding": "tie_word_embeddings"},
+        modules={
+            **LFM2.modules,
+            ".mixture.router": (".feed_forward.gate",),
+            ".mixture.router.bias": (".feed_forward.expert_bias",),
+            ".mixture.up": (
+                ".feed_forward.experts.{}.w1",
+                ".feed_forward.experts.{}.w3",
+            ),
+            ".mixture.down": (".feed_forward.experts.{}.w2",),
+        },
+    ),
     "qwen3_next": QWEN_MOE._replace(
         architecture="Qwen3NextForCausalLM",
         keys={

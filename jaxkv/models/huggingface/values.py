@@ -20,6 +20,7 @@ _BOOLEAN_FIELDS = (
     "qk_norm",
     "residual",
     "experts.renormalise",
+    "experts.gate_bias",
     "recurrence.conv_bias",
     "recurrence.projection_bias",
     "recurrence.write_scale",

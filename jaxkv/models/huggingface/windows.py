@@ -6,8 +6,14 @@ They are sliding windows, and layers without positions.
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxkv import validation
 from jaxkv.models.huggingface.family import Family
-from jaxkv.models.huggingface.values import parse_flag, parse_size, shorten
+from jaxkv.models.huggingface.values import (
+    MAX_LAYERS,
+    parse_flag,
+    parse_size,
+    shorten,
+)
 
 WINDOW_KEYS = frozenset(("sliding_window", "max_window_layers"))
 """Keys without effect if there is no window."""
@@ -21,6 +27,7 @@ FEED_FORWARD: Mapping[str, FeedForward] = {"mlp": "mlp", "moe": "experts"}
 """Hugging Face's name of layers without attention -> `AttentionKind.feed_forward`."""
 
 
+@validation.checks_numbers(num_layers=(1, MAX_LAYERS + 1))
 def read_windows(
     family: Family, raw: Mapping[str, Any], num_layers: int
 ) -> list[int | None]:

@@ -16,6 +16,9 @@ _DECAY_RATES = 1.0, 16.0
 _STEP_SIZES = 1e-3, 0.1
 """Initial ranges over the heads, as in Mamba 2's published code."""
 
+DELTA_KINDS = "gdn", "kda"
+"""Kinds of `RecurrenceConfig` with a delta rule, and thus a strength."""
+
 
 class RecurrentMixer(nnx.Module):
     """What a recurrent layer has in place of the projections of attention."""
@@ -28,7 +31,11 @@ class RecurrentMixer(nnx.Module):
         hidden = config.hidden_size
         bias = r.projection_bias
         self.mixed = make(r.num_channels, hidden, axes=(None, "hidden"), bias=bias)
-        if r.kind == "kda":
+        if r.kind == "conv":
+            outputs = functools.partial(make, r.num_outputs, hidden, bias=bias)
+            self.input_gate = outputs(axes=(None, "hidden"))
+            self.gate = outputs(axes=(None, "hidden"))
+        elif r.kind == "kda":
             # Both have a narrow layer between.
             for name, size in (("gate", r.num_outputs), ("decay", r.num_decays)):
                 down = make(r.value_dim, hidden, axes=(None, "hidden"))
@@ -37,13 +44,16 @@ class RecurrentMixer(nnx.Module):
         else:
             self.gate = make(r.num_outputs, hidden, axes=(None, "hidden"), bias=bias)
             self.decay = make(r.num_decays, hidden, axes=(None, "hidden"), bias=bias)
-        if r.kind != "mamba2":
+        if r.kind in DELTA_KINDS:
             self.strength = make(r.num_value_heads, hidden, axes=(None, "hidden"))
         kernel = rngs.params.normal((r.num_channels, r.kernel_size), dtype)
         scale = jnp.asarray(r.kernel_size**-0.5, dtype)
         self.kernel = nnx.Param(kernel * scale, axes=(None, None))
         zeros = jnp.zeros((r.num_channels,), dtype)
         self.kernel_bias = nnx.Param(zeros, axes=(None,)) if r.conv_bias else None
+        self.recurrence = r
+        if r.kind == "conv":
+            return
         rates = np.linspace(*_DECAY_RATES, r.num_value_heads)
         self.decay_rate = nnx.Param(jnp.asarray(np.log(rates), dtype), axes=(None,))
         steps = np.geomspace(*_STEP_SIZES, r.num_decays)
@@ -54,14 +64,16 @@ class RecurrentMixer(nnx.Module):
         self.skip = nnx.Param(skip, axes=(None,)) if r.kind == "mamba2" else None
         size = r.num_outputs if r.kind == "mamba2" else r.value_dim
         self.scale = nnx.Param(jnp.ones((size,), dtype), axes=(None,))
-        self.recurrence = r
 
     @property
     def weights(self) -> RecurrentWeights:
         """The weights that are applied token by token."""
+        bias = None if self.kernel_bias is None else self.kernel_bias[...]
+        if self.recurrence.kind == "conv":
+            return RecurrentWeights(self.kernel[...], bias, None, None, None)
         return RecurrentWeights(
             self.kernel[...],
-            None if self.kernel_bias is None else self.kernel_bias[...],
+            bias,
             self.decay_rate[...],
             self.decay_bias[...],
             None if self.skip is None else self.skip[...],
@@ -78,7 +90,10 @@ class RecurrentMixer(nnx.Module):
                 return x
             return getattr(self, f"{name}_down")(x, o)
 
-        has_strength = self.recurrence.kind != "mamba2"
+        if self.recurrence.kind == "conv":
+            mixed = self.input_gate(x, o) * self.mixed(x, o)
+            return RecurrentRows(mixed, None, None), self.gate(x, o)
+        has_strength = self.recurrence.kind in DELTA_KINDS
         rows = RecurrentRows(
             self.mixed(x, o),
             self.decay(narrow("decay"), o),
@@ -92,9 +107,11 @@ class RecurrentMixer(nnx.Module):
         """Returns the gated norm of the recurrence's output.
 
         It is over each value head, then gated; or in Mamba 2 gated, then over the heads
-        that share a key.
+        that share a key. Short convolutions have the gate alone.
         """
         r = self.recurrence
+        if r.kind == "conv":
+            return y * gate
         wide = np.promote_types(y.dtype, np.float32)
         rows = orientation.transpose(gate).astype(wide)
         heads = r.num_key_heads if r.kind == "mamba2" else r.num_value_heads

@@ -6,6 +6,7 @@ and the query q, key k and value v of a token:
   gated delta rule (GDN)   S <- a S;  S <- S + k (b (v - S^T k))^T;  y = S^T q
   KDA                      as GDN, with a decay for each feature of the key
   Mamba 2                  S <- a S + k v^T;  y = S^T q + skip v
+  short convolution        y is the output of the convolution, and S is missing
 
 `run_tokens` runs these lines token by token. `run_chunk` runs up to `CHUNK` tokens as
 products of matrices; it equals `run_tokens` up to rounding. Rows are first in all
@@ -15,6 +16,7 @@ Source: `models.config.RecurrenceConfig`; chunks: Yang et al. 2024, arXiv:2412.0
 section 3.3, for decays of features Kimi Linear, arXiv:2510.26692, section 3.2.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -40,7 +42,8 @@ class RecurrentState(NamedTuple):
 
     inputs: Float[Array, "*batch taps channels"]
     """The latest inputs of the convolution."""
-    matrix: Float[Array, "*batch value_heads key_dim value_dim"]
+    matrix: Float[Array, "*batch value_heads key_dim value_dim"] | None
+    """None for a short convolution, as the decays below."""
 
 
 class RecurrentWeights(NamedTuple):
@@ -49,9 +52,9 @@ class RecurrentWeights(NamedTuple):
     kernel: Float[Array, "channels kernel_size"]
     """Kernel of the convolution; its last column is that of the current token."""
     kernel_bias: Float[Array, " channels"] | None
-    decay_rate: Float[Array, " value_heads"]
+    decay_rate: Float[Array, " value_heads"] | None
     """Logarithm of the decay's rate (A_log)."""
-    decay_bias: Float[Array, " decays"]
+    decay_bias: Float[Array, " decays"] | None
     skip: Float[Array, " value_heads"] | None
 
 
@@ -60,7 +63,7 @@ class RecurrentRows(NamedTuple):
 
     mixed: Float[Array, "rows channels"]
     """Queries, keys and values of all heads before the convolution."""
-    decay: Float[Array, "rows decays"]
+    decay: Float[Array, "rows decays"] | None
     """Decays before bias and softplus."""
     strength: Float[Array, "rows value_heads"] | None
     """Strength of the delta rule before the sigmoid; None without that rule."""
@@ -94,10 +97,12 @@ def zero_state(
     `dtype` is that of the activations.
     """
     c = config
+    inputs = jnp.zeros((*shape, c.kernel_size - 1, c.num_channels), dtype)
+    if c.kind == "conv":
+        return RecurrentState(inputs, None)
     matrix = *shape, c.num_value_heads, c.key_dim, c.value_dim
     return RecurrentState(
-        jnp.zeros((*shape, c.kernel_size - 1, c.num_channels), dtype),
-        jnp.zeros(matrix, np.promote_types(dtype, np.float32)),
+        inputs, jnp.zeros(matrix, np.promote_types(dtype, np.float32))
     )
 
 
@@ -116,6 +121,9 @@ def run_tokens(
         rows = jax.tree.map(lambda x: x[None], row)
         window = jnp.concatenate([state.inputs, rows.mixed])
         convolved = _convolve(window, projection.weights)
+        if state.matrix is None:
+            state = RecurrentState(window[1:], None)
+            return state, (state, convolved[0])
         token = _prepare(projection._replace(rows=rows), convolved)
         matrix, y = _advance(state.matrix, jax.tree.map(lambda x: x[0], token))
         state = RecurrentState(window[1:], matrix)
@@ -136,7 +144,13 @@ def run_chunk(
     """
     mixed = projection.rows.mixed
     window = jnp.concatenate([state.inputs, mixed])
-    token = _prepare(projection, _convolve(window, projection.weights))
+    convolved = _convolve(window, projection.weights)
+    latest = functools.partial(
+        jax.lax.dynamic_slice_in_dim, window, num, state.inputs.shape[0]
+    )
+    if state.matrix is None:
+        return RecurrentState(latest(), None), convolved
+    token = _prepare(projection, convolved)
     is_row = jnp.arange(len(mixed), dtype=jnp.int32)[:, None, None] < num
     # Other rows neither decay the state nor write to it.
     token = token._replace(
@@ -148,8 +162,7 @@ def run_chunk(
     y = jnp.moveaxis(y, 0, 1)
     if token.skipped is not None:
         y = y + token.skipped
-    num_taps = state.inputs.shape[0]
-    inputs = jax.lax.dynamic_slice_in_dim(window, num, num_taps)
+    inputs = latest()
     y = y.reshape(len(mixed), -1).astype(mixed.dtype)
     return RecurrentState(inputs, matrix), y
 
@@ -229,6 +242,9 @@ def _prepare(
         )
         q = q * c.key_dim**-0.5
     q, k = (jnp.repeat(x, c.num_value_heads // c.num_key_heads, -2) for x in (q, k))
+    assert rows.decay is not None
+    assert weights.decay_bias is not None
+    assert weights.decay_rate is not None
     step = rows.decay.astype(wide) + weights.decay_bias.astype(wide)[None]
     step = jax.nn.softplus(step).reshape(*step.shape[:-1], c.num_value_heads, -1)
     skipped = None

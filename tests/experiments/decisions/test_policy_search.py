@@ -1,6 +1,5 @@
 """The search: parts of the hours, its objective, and ratios recomputed by loops."""
 
-import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -15,6 +14,7 @@ from experiments.decisions.policy_search.loads import Hour, HourSplit
 from experiments.decisions.policy_search.optimizer import CMASearch, RandomSearch
 from jaxkv.scheduling import (
     LinearScore,
+    find_eviction,
     find_policy,
     format_linear_score,
     linear_score,
@@ -36,7 +36,7 @@ def test_committed_parts_follow_the_hashes_of_names() -> None:
     for names in by_traffic.values():
         assert len(names) == sum(config.hours)
         keys = {hashlib.sha256(x.encode()).hexdigest(): x for x in names}
-        parts = [committed[keys[key]]["part"] for key in sorted(keys)]
+        parts = [committed[keys[key]][0] for key in sorted(keys)]
         expected: list[str] = []
         for part, num in zip(loads.PARTS, config.hours, strict=True):
             expected += [part] * num
@@ -50,15 +50,14 @@ def test_hours_have_their_committed_contents() -> None:
     name = next(x for x, part in split.parts.items() if part == "train")
     hour = split.hour(name)
     committed = json.loads(experiment.SPLIT.read_text())
-    assert hour.digest == committed[name]["sha256"]
+    assert hour.digest == committed[name][1]
     changed = HourSplit({name: "train"}, lambda _: hour, {name: "0" * 64})
     with pytest.raises(ValueError, match=f"{name}: SHA-256 .* must be 000"):
         changed.hours("train")
 
 
 def small_hour(name: str) -> Hour:
-    law = dataclasses.replace(loads.AGENTS["default"], num_jobs=2, max_turns=3)
-    return loads.draw_agent_hour(name, law, 0)
+    return loads.read_session_hour(name, loads.TRAFFICS["short"], num_jobs=2, rate=1.0)
 
 
 def test_test_hours_cannot_be_read_before_the_search_has_ended() -> None:
@@ -76,12 +75,14 @@ def test_test_hours_cannot_be_read_before_the_search_has_ended() -> None:
 
 
 def test_hours_tell_a_policy_only_the_past() -> None:
-    hour = small_hour("agents/default/0")
+    hour = small_hour("sessions/short/0")
     attributes = hour.workload.attributes
     assert attributes is not None
     prompt = np.asarray(hour.workload.prompt)
     np.testing.assert_array_equal(attributes.session, hour.job)
-    np.testing.assert_array_equal(attributes.predicted_length, prompt + 150)
+    np.testing.assert_array_equal(
+        attributes.predicted_length, prompt + loads.MEAN_ANSWER
+    )
     np.testing.assert_array_equal(attributes.deadline_ms, prompt + 1000)
     first = np.unique(hour.job, return_index=True)[1]
     assert (np.asarray(attributes.priority)[first] == 0).all()
@@ -92,31 +93,48 @@ def test_hours_tell_a_policy_only_the_past() -> None:
 
 
 def test_the_objective_is_zero_for_the_base_and_weights_its_terms() -> None:
-    base = [HourMetrics(*np.array([[10.0], [20.0], [0.8]]), 1.0)] * 2
+    base = [HourMetrics(*np.array([[10.0], [20.0], [0.8]]))] * 2
     assert experiment.search_objective(SMOKE, base, base).tolist() == [0.0]
-    ours = [HourMetrics(*np.array([[9.0], [30.0], [0.9]]), 1.0), base[0]]
+    ours = [HourMetrics(*np.array([[9.0], [30.0], [0.9]])), base[0]]
     expected = math.log(0.9) - 0.2 * 0.1 + 0.1 * math.log(1.5)
     [value] = experiment.search_objective(SMOKE, ours, base)
     assert value == pytest.approx(expected / 2)
 
 
-def test_points_are_policies() -> None:
-    plain = experiment.policy_of(np.zeros(experiment.POINT_SIZE))
+def test_points_are_rules() -> None:
+    plain, lru = experiment.rules_of(np.zeros(experiment.POINT_SIZE))
     assert not plain.admission.any()
-    assert (int(plain.age_per_s), int(plain.chunk_size)) == (5, 1024)
-    far = experiment.policy_of(np.full(experiment.POINT_SIZE, 50.0))
+    assert (int(plain.age_per_s), int(plain.chunk_size)) == (1, 2048)
+    assert [int(x) for x in lru] == [100, 0, 0, 0]
+    far, evicts = experiment.rules_of(np.full(experiment.POINT_SIZE, 50.0))
     assert (int(far.age_per_s), int(far.chunk_size)) == (999, 2048)
-    oldest = experiment.policy_of(experiment.point_of({"younger": 1.0}))
+    assert [int(x) for x in evicts] == [100, 10_000, 500, 200]
+    rule = {"younger": 1.0, "session_ms": 1.0}
+    oldest, young = experiment.rules_of(experiment.point_of(rule))
     same = linear_score(admission={"younger": 1.0}, age_per_s=0.01, chunk_size=2048)
     for ours, theirs in zip(oldest, same, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+    assert [int(x) for x in young] == [100, 2000, 0, 0]
+
+
+def test_hours_have_different_recorded_sessions() -> None:
+    hours = [small_hour(f"sessions/short/{i}") for i in range(3)]
+    w = hours[0].workload
+    assert w.chains is not None
+    prompt, output, after = (np.asarray(x) for x in (w.prompt, w.output, w.after))
+    later = after[:, 0] >= 0
+    assert later.sum() >= 4
+    assert (prompt[later] > (prompt + output)[after[later, 0]]).all()
+    np.testing.assert_array_equal(w.chains.index, hours[0].job)
+    sizes = {tuple(np.asarray(x.workload.prompt).tolist()) for x in hours}
+    assert len(sizes) == 3
 
 
 @NEEDS_EXTRA
 def test_searches_minimise_a_sphere() -> None:
     best = {}
     for kind in (CMASearch, RandomSearch):
-        search = kind(3, population=8, sigma=0.5, seed=0)
+        search = kind(np.zeros(3), population=8, sigma=0.5, seed=0)
         least = math.inf
         for _ in range(30):
             points = search.ask()
@@ -161,4 +179,5 @@ def test_a_run_tests_after_its_search_and_serves_the_winner(tmp_path) -> None:
     path.write_text(result.winners.policy_file[0])
     winner = find_policy(str(path))
     assert isinstance(winner, LinearScore)
-    assert format_linear_score(winner) == path.read_text()
+    eviction = find_eviction(str(path))
+    assert format_linear_score(winner, eviction) == path.read_text()

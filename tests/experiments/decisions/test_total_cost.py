@@ -53,8 +53,8 @@ def test_costs_of_the_tables_add_up(result: Result) -> None:
         assert row["params_low"] < row["num_params"] < row["params_high"]
         assert row["loss_low"] <= row["loss"] <= row["loss_high"]
     # No rule is cheaper than the optimum.
-    assert result.rules.training_excess.min() > -1e-6
-    assert result.rules.closed_excess.min() > -1e-6
+    assert result.loads.training_excess.min() > -1e-6
+    assert result.loads.closed_excess.min() > -1e-6
     # The servers of one device take what the tables of loads pay for.
     servers = result.servers
     hours = 1e3 / servers.requests_per_s / 3600 * servers.num_devices

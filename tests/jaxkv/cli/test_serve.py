@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from http import client
@@ -18,6 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+from jaxkv.memory import linear_eviction
+from jaxkv.scheduling import format_linear_score, linear_score
 from tests.support import engines, folders
 from tests.support.commands import Command, assert_refused
 
@@ -212,6 +215,76 @@ def test_a_server_survives_its_clients_and_stops_on_a_signal(
     # A compilation on a busy machine can exceed the 5 s after which it is logged.
     [line] = [x for x in err.splitlines() if not x.startswith("jaxkv: compiling, ")]
     assert line.startswith("[")
+
+
+MINE = """
+from jaxkv.scheduling import linear_score
+
+def shortest():
+    return linear_score(admission={"new_tokens": 1.0})
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["mine.py:shortest"], marks=pytest.mark.thorough),
+        pytest.param([None, "mine.py:shortest", "mine.json"], marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.skipif(not HAS_EXTRA, reason="needs the extra 'serve'")
+def test_a_policy_file_changes_the_order_and_no_answer(
+    tmp_path: Path, popen: Callable[..., subprocess.Popen[str]], names: list
+) -> None:
+    """One slot: of two waiting requests, the shorter one is answered first."""
+    model = engines.save_tiny_model(tmp_path / "tiny", max_positions=2048)
+    (tmp_path / "mine.py").write_text(MINE)
+    policy = linear_score(admission={"new_tokens": 1.0})
+    rule = linear_eviction(recency=0.5, page_ms=3)
+    (tmp_path / "mine.json").write_text(format_linear_score(policy, rule))
+    code = "import sys; from jaxkv.cli import main; sys.exit(main.main())"
+    flags = "--port 0 --json --max-length 2000 --max-slots 1 --api-key".split()
+    texts = []
+    for name in names:
+        more = [] if name is None else ["--policy", f"{tmp_path}/{name}"]
+        server = Server(popen("-c", code, "serve", model, *flags, KEY, *more))
+        first = server.begin(prompt="x", max_tokens=1500, ignore_eos=True)
+        wait_for(lambda server=server: server.metric("jaxkv_backend_running") == 1)
+        order: list[str] = []
+        answers: dict[str, str] = {}
+
+        def ask(prompt: str, server: Server, order: list, answers: dict) -> None:
+            answers[prompt] = server.text(prompt=prompt, max_tokens=40, temperature=0)
+            order.append(prompt)
+
+        threads = []
+        for number, prompt in enumerate(("a much longer prompt " * 8, "short"), 1):
+            threads.append(
+                threading.Thread(target=ask, args=(prompt, server, order, answers))
+            )
+            threads[-1].start()
+            wait_for(
+                lambda server=server, number=number: (
+                    server.metric("jaxkv_in_progress") == 1 + number
+                )
+            )
+        assert first.getresponse().status == 200
+        first.close()
+        for thread in threads:
+            thread.join(60)
+        expected = ["a", "short"] if name is None else ["short", "a"]
+        assert [x.split()[0] for x in order] == expected
+        texts.append(answers)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.communicate(timeout=60)
+    assert all(x == texts[0] for x in texts)
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 HAS_RAY = importlib.util.find_spec("ray") is not None

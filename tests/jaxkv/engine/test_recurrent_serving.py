@@ -32,8 +32,13 @@ def model_of(kind: Any) -> ModelConfig:
     """Returns a model with recurrent layers before and after one with attention."""
     if kind == "single":
         return engines.SINGLE
+    is_conv = kind == "conv"
     recurrence = RecurrenceConfig(
-        kind=kind, num_key_heads=1, num_value_heads=2, key_dim=6, value_dim=5
+        kind=kind,
+        num_key_heads=1,
+        num_value_heads=1 if is_conv else 2,
+        key_dim=1 if is_conv else 6,
+        value_dim=10 if is_conv else 5,
     )
     return dataclasses.replace(
         engines.MODEL,
@@ -70,7 +75,9 @@ def test_answers_equal_whole_sequences_with_checkpoints_and_preemptions() -> Non
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "kind", ["gdn", "single", *(pytest.param(x, marks=SLOW) for x in ("mamba2", "kda"))]
+    "kind",
+    ["gdn", "single", "conv"]
+    + [pytest.param(x, marks=SLOW) for x in ("mamba2", "kda")],
 )
 def test_swapped_groups_keep_their_states(kind: str) -> None:
     config = dataclasses.replace(CHECKPOINTED, max_swap_pages=16)
@@ -134,6 +141,7 @@ def test_beams_continue_from_the_states_of_their_parents() -> None:
         pytest.param("kda", marks=SLOW),
         pytest.param("mamba2", marks=SLOW),
         pytest.param("single", marks=SLOW),
+        pytest.param("conv", marks=SLOW),
     ],
 )
 def test_no_bit_depends_on_batch_chunks_hits_and_preemptions(kind: str) -> None:

@@ -56,6 +56,16 @@ def refusal(raw: dict[str, Any]) -> str:
     return str(info.value)
 
 
+def test_layers_without_positions_have_the_window() -> None:
+    raw = {"model_type": "smollm3", "hidden_size": 16, "vocab_size": 9}
+    raw |= {"num_attention_heads": 4, "num_hidden_layers": 8, "intermediate_size": 8}
+    raw |= {"use_sliding_window": True, "sliding_window": 16}
+    raw |= {"max_position_embeddings": 64}
+    shape = describe_huggingface(raw)
+    assert shape.windows == (None, None, None, 16) * 2
+    assert shape == describe_config(configs.from_hf(raw))
+
+
 @pytest.mark.parametrize(
     ("name", "key"), [(name, key) for name in KEYS for key in KEYS[name]]
 )

@@ -36,7 +36,7 @@ from tests.support.folders import GOLDEN
 
 NAMES = (
     *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"),
-    *("granitemoehybrid", "nemotron_h"),
+    *("granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe"),
 )
 PEER = os.environ.get("JAXKV_PEER_PYTHON")
 
@@ -68,20 +68,20 @@ def test_counts_are_those_of_the_arrays(name: str) -> None:
     sizes = [x.size for x in jax.tree.leaves(param_shapes(config))]
     assert count_parameters(shape).total == sum(sizes)
     state = jax.eval_shape(lambda: recurrence.zero_state(r, (2,), "float32"))
-    num_bytes = sum(x.size * x.dtype.itemsize for x in state)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert sequence_state_bytes(shape, kv_bytes=4) == num_bytes
     # The states of a sequence are read and written in each step.
     works = [decode_work(shape, batch=n, context=9, kv_bytes=4) for n in (1, 2)]
     without = works[1].kv_bytes - works[0].kv_bytes - 2 * num_bytes
     assert without == 10 * shape.attention.cached_numbers * 4
-    products = {"gdn": 3, "kda": 3, "mamba2": 2}[r.kind]
+    products = {"gdn": 3, "kda": 3, "mamba2": 2, "conv": 0}[r.kind]
     products *= r.num_value_heads * r.key_dim * r.value_dim
-    [term] = [x for x in forward_terms(shape, sequence=5) if x.name[:5] == "state"]
-    assert term.flops == 2 * 2 * 5 * products
+    terms = [x for x in forward_terms(shape, sequence=5) if x.name[:5] == "state"]
+    assert sum(term.flops for term in terms) == 2 * 2 * 5 * products
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", "kimi_linear", "granitemoehybrid", "nemotron_h"]
+    "name", ["qwen3_next", "kimi_linear", "granitemoehybrid", "nemotron_h", "lfm2"]
 )
 def test_the_costs_of_a_folder_show_its_states(name: str) -> None:
     options = CostOptions(sequence=64)
@@ -264,6 +264,27 @@ def test_published_keys_are_those_of_transformers_5() -> None:
     assert limited is not None
     assert (limited.min_step, limited.max_step) == (0.1, 0.8)
 
+    raw = raw_of("lfm2")
+    expected = configs.from_hf(raw)
+    del raw["layer_types"]
+    raw["full_attn_idxs"] = [1]
+    raw["block_ff_dim"] = raw.pop("intermediate_size")
+    raw["tie_embedding"] = raw.pop("tie_word_embeddings")
+    raw |= {"block_use_xavier_init": True, "num_heads": 4, "use_pos_enc": True}
+    assert configs.from_hf(raw) == expected
+    # Two thirds of 56, by the next multiple of 8; and a factor in between.
+    assert expected.mlp_size == 40
+    assert configs.from_hf(raw | {"block_ffn_dim_multiplier": 1.2}).mlp_size == 48
+    assert configs.from_hf(raw | {"block_auto_adjust_ff_dim": False}).mlp_size == 56
+    attention = configs.from_hf(raw | {"full_attn_idxs": None})
+    assert attention.recurrence is None
+    assert configs.from_hf(configs.to_hf(attention)) == attention
+
+    plain = configs.from_hf(raw_of("lfm2_moe") | {"use_expert_bias": False})
+    assert plain.experts is not None
+    assert not plain.experts.gate_bias
+    assert configs.from_hf(configs.to_hf(plain)) == plain
+
     raw = raw_of("qwen3_next")
     del raw["layer_types"]
     raw |= {"full_attention_interval": 2, "num_hidden_layers": 4}
@@ -372,6 +393,19 @@ def test_the_text_part_of_a_model_with_images_is_read(tmp_path: Path) -> None:
             {"layers_block_type": ["mamba", "moe"]},
             "must have a layer of full_attention",
         ),
+        ("lfm2", {"layer_types": ["conv", "attn", "conv"]}, "must be a list of full_"),
+        (
+            "lfm2",
+            {"full_attn_idxs": 3, "layer_types": None},
+            "full_attn_idxs=3 must be",
+        ),
+        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache=0 must be a whole number"),
+        (
+            "lfm2",
+            {"block_multiple_of": 0},
+            "block_multiple_of=0 must be a whole number",
+        ),
+        ("lfm2_moe", {"use_expert_bias": 1}, "use_expert_bias=1 must be true or fal"),
         ("granitemoehybrid", {"mamba_expand": 3}, "mamba_d_head=8 must be mamba_exp"),
         ("granitemoehybrid", {"time_step_limit": [1.0]}, "must be a list of two"),
         ("granitemoehybrid", {"time_step_limit": [2.0, 1.0]}, "must be a list of two"),
@@ -400,13 +434,14 @@ def test_what_recurrent_layers_lack_is_refused() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["gdn", "kda", "mamba2"])
+@pytest.mark.parametrize("kind", ["gdn", "kda", "mamba2", "conv"])
 def test_chunks_equal_single_tokens(kind: Any) -> None:
+    is_conv = kind == "conv"
     r = RecurrenceConfig(
         kind=kind,
-        num_key_heads=2,
-        num_value_heads=4,
-        key_dim=5,
+        num_key_heads=1 if is_conv else 2,
+        num_value_heads=1 if is_conv else 4,
+        key_dim=1 if is_conv else 5,
         value_dim=3,
         kernel_size=3,
         write_scale=2.0,
@@ -418,20 +453,20 @@ def test_chunks_equal_single_tokens(kind: Any) -> None:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
     num = 2 * recurrence.CHUNK + 7
-    has_strength = kind != "mamba2"
+    has_strength = kind in ("gdn", "kda")
     projection = recurrence.RecurrentProjection(
         r,
         recurrence.RecurrentRows(
             draw(num, r.num_channels),
-            draw(num, r.num_decays),
+            None if is_conv else draw(num, r.num_decays),
             draw(num, r.num_value_heads) if has_strength else None,
         ),
         recurrence.RecurrentWeights(
             draw(r.num_channels, r.kernel_size),
             None,
-            draw(r.num_value_heads),
-            draw(r.num_decays),
-            None if has_strength else draw(r.num_value_heads),
+            None if is_conv else draw(r.num_value_heads),
+            None if is_conv else draw(r.num_decays),
+            draw(r.num_value_heads) if kind == "mamba2" else None,
         ),
     )
     state = recurrence.zero_state(r, (), "float32")
@@ -455,7 +490,7 @@ def test_chunks_equal_single_tokens(kind: Any) -> None:
     # A chunk with rows that are not used ends with the state after the others.
     rows = jax.tree.map(lambda x: x[:20], projection.rows)
     after, _ = as_chunk(rows, state, jnp.int32(11))
-    for x, every in zip(after, states, strict=True):
+    for x, every in zip(*map(jax.tree.leaves, (after, states)), strict=True):
         np.testing.assert_allclose(x, every[10], rtol=1e-5, atol=1e-5)
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxkv
-from jaxkv import models, parallel
+from jaxkv import files, models, parallel
 from jaxkv.memory import Rows, make_pages, page_parts
 from jaxkv.models import Experts, ModelConfig, load_model, partition
 from jaxkv.parallel import layout, make_mesh
@@ -22,7 +22,7 @@ from pallas_kernels.paged_attention import api
 from scaling.costs import Layout, prefill_traffic
 from scaling.shapes import describe_config
 from tests.support import engines, latent_models, meshes
-from tests.support.folders import GOLDEN, ROOT
+from tests.support.folders import GOLDEN
 from tests.support.latent_models import LATENT
 from tests.support.marks import one_quick
 from tests.support.mutation import replace
@@ -31,7 +31,7 @@ BOUNDS: dict[str, Any] = {"num_pages": 20, "page_size": 8}
 """Pages whose parts have one token on eight devices."""
 PARTS = jax.sharding.PartitionSpec("context")
 """Concatenates the results of devices that divide pages."""
-BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
+BUNDLED = files.BUNDLED / "stdlib-bytes"
 
 
 def fed(
@@ -295,7 +295,7 @@ def test_trees_of_trained_heads_keep_the_answers(method: Any) -> None:
         "num_pages": 20,
         "token_budget": 80,
     }
-    folder = ROOT / "jaxkv/bundled_models" / f"stdlib-bytes-{method}"
+    folder = files.BUNDLED / f"stdlib-bytes-{method}"
     heads: Any = {"speculate": SpeculationConfig(method, heads_folder=folder)}
     token_lists = []
     for mesh in (None, make_mesh(context=4)):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import models
+from jaxkv import files, models
 from jaxkv.models import (
     AttentionKind,
     Experts,
@@ -31,7 +31,7 @@ from jaxkv.speculation import SpeculationConfig
 from scaling.costs import Layout, decode_traffic
 from scaling.shapes import describe_config
 from tests.support import engines
-from tests.support.folders import GOLDEN, ROOT
+from tests.support.folders import GOLDEN
 from tests.support.marks import one_quick
 from tests.support.meshes import (
     ALL_AT_ONCE,
@@ -59,7 +59,7 @@ FAMILIES = (
     "glm4_moe",
     "gpt_oss",
 )
-BUNDLED = ROOT / "experiments" / "models" / "stdlib-bytes"
+BUNDLED = files.BUNDLED / "stdlib-bytes"
 FEW = Experts(num_experts=4, top_k=2, size=24)
 EIGHT = dataclasses.replace(FEW, num_experts=8)
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
@@ -298,7 +298,7 @@ def test_trained_heads_keep_the_answers(method: Any) -> None:
     asks = [Sampling.greedy(max_tokens=40), Sampling(max_tokens=40, seed=3)]
     token_lists = []
     for mesh in (None, make_mesh(tensor=2), make_mesh(tensor=4)):
-        folder = ROOT / "jaxkv/bundled_models" / f"stdlib-bytes-{method}"
+        folder = files.BUNDLED / f"stdlib-bytes-{method}"
         heads = SpeculationConfig(method, heads_folder=folder)
         how: Any = {} if mesh is None else {"speculate": heads}
         engine = jaxkv.Engine.load(BUNDLED, mesh=mesh, **fields, **how)

@@ -15,18 +15,16 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import models
+from jaxkv import files, models
 from jaxkv.models import LoadedModel, init_params, load_model, read_config
 from jaxkv.sampling import Sampling
 from jaxkv.speculation import SpeculationConfig, methods
 from scaling.corpora import STANDARD_LIBRARY, open_corpus
 from scaling.training import stream_windows
-from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
-MODELS = ROOT / "experiments" / "models"
-FOLDER = MODELS / "stdlib-bytes"
+FOLDER = files.BUNDLED / "stdlib-bytes"
 NUM = 200
 PROMPT = 24
 ANSWER = 40
@@ -35,8 +33,8 @@ NEARLY_EQUAL = 1e-3
 error."""
 HOW: dict[str, dict[str, Any]] = {
     "draft-model": {"draft_folder": FOLDER},
-    "medusa": {"heads_folder": MODELS / "stdlib-bytes-medusa"},
-    "eagle": {"heads_folder": MODELS / "stdlib-bytes-eagle"},
+    "medusa": {"heads_folder": files.BUNDLED / "stdlib-bytes-medusa"},
+    "eagle": {"heads_folder": files.BUNDLED / "stdlib-bytes-eagle"},
 }
 
 

@@ -46,7 +46,7 @@ from jaxkv.speculation import (
 from jaxkv.speculation.ngram import look_up_drafts
 from tests.support import engine_programs, engines
 from tests.support.engines import MODEL
-from tests.support.folders import GOLDEN, ROOT
+from tests.support.folders import GOLDEN
 from tests.support.sampled_laws import chi_square, law_slowly
 
 BOUNDS: dict[str, Any] = {
@@ -312,7 +312,7 @@ def test_small_weights_are_copied_where_few_rows_are_multiplied() -> None:
 @pytest.mark.slow
 def test_rejection_keeps_the_distribution_on_text() -> None:
     """20,032 answers of the bundled model: pairs of tokens, the second one drafted."""
-    loaded = load_model(ROOT / "experiments" / "models" / "stdlib-bytes")
+    loaded = load_model("stdlib-bytes")
     config = jaxkv.EngineConfig(
         token_budget=192,
         num_pages=400,

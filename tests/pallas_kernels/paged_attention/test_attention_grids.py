@@ -10,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import (
+    PagedKV,
+    choose_run_queries,
+    paged_attention,
+    reference,
+)
 from pallas_kernels.paged_attention.api import AttentionState, merge_states
 from tests.support.attention_cases import (
     Case,
@@ -304,6 +309,7 @@ def test_features_without_effect_change_no_bit(numerics: Any) -> None:
             ({}, 2, [[12]]),
             ({}, 1, [[0, 1, 2], range(5, 27), [29]]),
             (ALL, 3, [[28], range(3, 16)]),
+            ({}, 7, [[row] for row in range(30)]),
             ({"window": 9}, 16, [[0, 29], range(20)]),
         ]
     ),
@@ -311,13 +317,14 @@ def test_features_without_effect_change_no_bit(numerics: Any) -> None:
 def test_no_bit_depends_on_other_rows(
     features: dict[str, Any], group: int, subsets: list[Any]
 ) -> None:
-    """Rows of 3 slots, and some of them: other runs, alone or in batches."""
+    """Rows of 3 slots, and some of them: long runs, and others alone or in batches."""
     case = make_case(
         np.random.default_rng(13), [(0, 9), (100, 20), (3, 1)], group=group
     )
     ask = per_head(features, 2 * group)
     state = attend(*case, numerics="reproducible", **ask)
     check(state, oracle(case, **ask), 1e-5)
+    assert_same(attend(*case, numerics="reproducible", long_runs=True, **ask), state)
     assert case.slots is not None
     for subset in subsets:
         rows = np.array(list(subset))
@@ -328,6 +335,31 @@ def test_no_bit_depends_on_other_rows(
             attend(*some, numerics="reproducible", **ask),
             AttentionState(state.out[rows], state.lse[rows]),
         )
+
+
+@pytest.mark.parametrize(
+    ("bad_dims", "bad_runs"), [("shqd,shtd->shqt", 8), ("shqt,shtd->shqd", 1)]
+)
+def test_runs_are_short_where_a_product_has_other_bits(
+    monkeypatch: pytest.MonkeyPatch, bad_dims: str, bad_runs: int
+) -> None:
+    """A processor with one other bit in products of 32 queries."""
+
+    def multiply(dims: str, left: jax.Array, right: jax.Array, dtype: Any) -> Any:
+        product = np.einsum(dims, left, right, dtype=np.float64).astype(dtype)
+        if dims == bad_dims and product.shape[0] == bad_runs and product.shape[2] == 32:
+            product[0, 1, 31, 7] += 1e-3
+        return product
+
+    q = jnp.zeros((5, 4, 16))
+    pages = jnp.zeros((3, 2, 8, 16))
+    kv = PagedKV(pages, pages)
+    monkeypatch.setattr(reference, "_compiled_at_once", multiply)
+    assert choose_run_queries(q, kv) == reference.RUN_QUERIES
+    bad_runs = 0
+    assert choose_run_queries(q, kv) == reference.LONG_RUN_QUERIES
+    # 12 queries of a KV head: neither number of rows is a multiple of the other.
+    assert choose_run_queries(jnp.zeros((5, 24, 16)), kv) == reference.RUN_QUERIES
 
 
 def test_a_tree_of_one_node_is_a_decode_row() -> None:

@@ -378,7 +378,7 @@ def test_the_bundled_model_reads_as_both() -> None:
         ),
         (
             {"model_type": "gemma2", "layer_types": ["sliding_attention"]},
-            "layer_types has 1 entries, not 2",
+            "layer_types names 1 layers of 2",
         ),
     ],
 )

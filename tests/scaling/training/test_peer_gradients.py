@@ -31,7 +31,7 @@ PEER = os.environ.get("JAXKV_PEER_PYTHON")
 SCRIPT = GOLDEN / "make_gradients.py"
 HYBRIDS = (
     *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"),
-    *("granitemoehybrid", "nemotron_h"),
+    *("granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe"),
 )
 OTHERS = (
     *("gpt_neox", "olmo2", "olmo3", "gemma", "gemma2", "gemma3", "smollm3", "granite"),
