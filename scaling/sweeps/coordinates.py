@@ -29,13 +29,13 @@ from scaling.training import (
 
 WIDENINGS = (1, 2, 4, 8)
 """Widths of the check over the smallest one."""
-MIN_WIDTH = 32
+MIN_CHECK_WIDTH = 32
 """Least width of the smallest model."""
-NUM_STEPS = 8
+CHECK_STEPS = 8
 """Steps of training; after fewer, logits of `mup` still depend on the start."""
-RATE = 0.004
+CHECK_RATE = 0.004
 """Constant learning rate; a few times it, changes are no longer small."""
-SEEDS = (0, 1)
+CHECK_SEEDS = (0, 1)
 MAX_SLOPE = 0.15
 """Largest slope of ln(change) against ln(width), in size, that passes.
 
@@ -72,7 +72,7 @@ def widen_model(model: ModelConfig) -> list[ModelConfig]:
     The smallest has one KV head, or as many as a width of 32 needs.
     """
     smallest = model.hidden_size // model.num_kv_heads
-    smallest *= math.ceil(MIN_WIDTH / smallest)
+    smallest *= math.ceil(MIN_CHECK_WIDTH / smallest)
     shapes = []
     for widening in WIDENINGS:
         width = smallest * widening
@@ -130,10 +130,10 @@ def measure_coordinates(
             optimizer=config.optimizer,
             batch_size=batch_size,
             seq_len=config.seq_len,
-            num_steps=NUM_STEPS,
+            num_steps=CHECK_STEPS,
             warmup_steps=0,
             cooldown_steps=0,
-            learning_rate=RATE,
+            learning_rate=CHECK_RATE,
             schedule="constant",
             parametrization=parametrization,
             base_width=config.base_width,
@@ -149,10 +149,10 @@ def measure_coordinates(
         activity = jax.jit(functools.partial(layer_activity, config=scaled_model))
         schedule = LearningRateSchedule.of(run)
         changes = []
-        for seed in map(jnp.int32, SEEDS):
+        for seed in map(jnp.int32, CHECK_SEEDS):
             state = init_train_state(model, run.optimizer, seed, run.hidden_rate)
             before = activity(state.params, tokens)
-            state, _ = train(state, stream, schedule, seed, jnp.int32(NUM_STEPS))
+            state, _ = train(state, stream, schedule, seed, jnp.int32(CHECK_STEPS))
             after = activity(state.params, tokens)
             changes.append(
                 [

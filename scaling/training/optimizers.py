@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import optax
 
+from jaxkv import validation
 from scaling.training.recipes import OptimizerConfig
 
 
+@validation.checks_numbers(hidden_rate="(0, 1e30]")
 def make_optimizer(
     config: OptimizerConfig, hidden_rate: float = 1.0
 ) -> optax.GradientTransformation:

@@ -64,6 +64,7 @@ class TrainStepInfo(NamedTuple):
     loads: Float[Array, "mixtures experts"] | None
 
 
+@validation.checks_numbers(hidden_rate="(0, 1e30]")
 def init_train_state(
     model: architectures.Architecture,
     optimizer: OptimizerConfig,

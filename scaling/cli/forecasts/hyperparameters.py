@@ -311,9 +311,9 @@ def _best_pairs(document: Mapping[str, Any]) -> list[Sheet]:
         (
             x["size"],
             f"{x['rate']:.3g}",
-            f"{x['rate_low']:.3g} to {x['rate_high']:.3g}",
+            _range(x["rate_low"], x["rate_high"], ".3g"),
             f"{x['batch']:.0f}",
-            f"{x['batch_low']:.0f} to {x['batch_high']:.0f}",
+            _range(x["batch_low"], x["batch_high"], ".0f"),
             "-" if x["loss"] is None else f"{x['loss']:.4f}",
         )
         for x in predictions
@@ -338,6 +338,13 @@ def _best_pairs(document: Mapping[str, Any]) -> list[Sheet]:
         note = "Learning rate and batch size of measured pairs."
         sheets.append(Sheet("measured pairs", heads, rows, note))
     return sheets
+
+
+def _range(low: float | None, high: float | None, style: str) -> str:
+    """Returns an interval as text; "unknown" if it is infinite."""
+    if low is None or high is None:
+        return "unknown"
+    return f"{low:{style}} to {high:{style}}"
 
 
 def _pair(values: Mapping[str, float], rate: str, batch: str) -> str:

@@ -18,7 +18,7 @@ from scaling.sweeps import (
     widen_model,
 )
 
-NAME = "coordinates"
+COORDINATE_FILES = "coordinates"
 """Name of the files of the check."""
 
 
@@ -75,11 +75,15 @@ def check_coordinates(
         panels=(1, 2),
         size_inches=(3.4, 3.0),
     )
-    contents: dict[str, str | bytes] = {f"{NAME}.json": dumps(document)}
-    contents |= {f"{NAME}.{x}": figure[f"figure.{x}"] for x in ("png", "svg")}
+    contents: dict[str, str | bytes] = {f"{COORDINATE_FILES}.json": dumps(document)}
+    contents |= {
+        f"{COORDINATE_FILES}.{x}": figure[f"figure.{x}"] for x in ("png", "svg")
+    }
     folder = write_files(out, "sweep", contents)
     verdict = "independent of" if passes else "dependent on"
-    line = f"mup: changes are {verdict} the width; figure: {folder / NAME}.png"
+    line = (
+        f"mup: changes are {verdict} the width; figure: {folder / COORDINATE_FILES}.png"
+    )
     sheets = [_sheet(check) for check in checks]
     return CommandOutput(document, sheets, [line], 0 if passes else 1)
 
