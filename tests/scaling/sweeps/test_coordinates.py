@@ -1,6 +1,7 @@
 """Maximal update parametrization, and the check of its coordinates."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,9 @@ from scaling.training import (
     init_train_state,
     layer_activity,
     make_optimizer,
+    run_folder,
 )
+from scaling.training.run_folder import PARAMETRIZATION
 from tests.support import sweeping
 from tests.support.refusals import refused
 from tests.support.sweeping import model
@@ -91,6 +94,19 @@ def test_logits_are_divided_by_the_widening(run, tmp_path) -> None:
     assert saved.attention_scale == scores.attention_scale
 
 
+def test_a_run_of_an_earlier_config_continues(run) -> None:
+    standard = dataclasses.replace(run, parametrization="standard", schedule="stable")
+    described = json.loads(json.dumps(dataclasses.asdict(standard)))
+    assert described["schedule"] == "wsd"
+    earlier = {k: v for k, v in described.items() if k not in PARAMETRIZATION}
+    earlier["schedule"] = "stable"
+    same = run_folder._deciding
+    assert run_folder._differences(same(earlier), same(described)) == []
+    scaled = json.loads(json.dumps(dataclasses.asdict(run)))
+    names = run_folder._differences(same(earlier), same(scaled))
+    assert names == [*sorted(PARAMETRIZATION)] == ["base_width", "parametrization"]
+
+
 def test_models_are_widened_by_heads(config) -> None:
     base = dataclasses.replace(
         model(48), num_q_heads=6, num_kv_heads=2, head_dim=8, mlp_size=96
@@ -142,5 +158,7 @@ def test_undefined_uses_of_mup_are_refused(config, run) -> None:
                 vocab_size=257, hidden_size=8, num_layers=1, max_positions=16
             ),
         )
+    with refused("run.parametrization='mup' must be 'standard'"):
+        training.HeadRecipe(run=run)
     with refused("rate_exponent=1 must be 0 with parametrization='mup'"):
         dataclasses.replace(config, rate_exponent=1.0)
