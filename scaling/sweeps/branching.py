@@ -297,4 +297,7 @@ def _program(model, optimizer, batch_size, seq_len, hidden_rate, is_vmapped):
     call = compiled_steps(
         model, optimizer, batch_size, seq_len, hidden_rate=hidden_rate
     )
-    return jax.jit(jax.vmap(call, (0, None, 0, 0, None))) if is_vmapped else call
+    if not is_vmapped:
+        return call
+    # A program with compiler options cannot be part of another one.
+    return jax.jit(jax.vmap(call.__wrapped__, (0, None, 0, 0, None)))

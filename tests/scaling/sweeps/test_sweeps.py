@@ -313,6 +313,17 @@ def test_a_folder_is_of_one_recipe_and_one_process(full_sweep, config) -> None:
     folder.close()
 
 
+@pytest.mark.thorough
+def test_runs_side_by_side_are_one_program(small) -> None:
+    corpus = open_on_device(small.corpus)
+    runs = [grid.train_config(small, Cell(model(8), 20), Lane(x, 0)) for x in (1, 2)]
+    call = branching._call(runs, corpus, True)
+    lanes = branching.init_runs(runs, True)
+    state, info = call(lanes.state, branching._schedules(runs, True), jnp.int32(1))
+    assert state.step.tolist() == [1, 1]
+    assert info.loss[0] == info.loss[1]  # before the first update
+
+
 @pytest.mark.slow
 def test_vmap_finds_what_a_loop_finds(full_sweep, config, tmp_path) -> None:
     vmap_sweep = run_sweep(dataclasses.replace(config, mode="vmap"), tmp_path / "vmap")
