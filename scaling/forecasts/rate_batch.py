@@ -213,7 +213,8 @@ def predict_rate_batch(
         value = power.value(size)
         logs = np.log([refit[which].value(size) for refit in fit.refits])
         spread = (count - 1) / count * ((logs - logs.mean()) ** 2).sum()
-        half = float(np.exp(factor * np.sqrt(spread + fit.scatter[which] ** 2)))
+        with np.errstate(over="ignore"):  # few cells: the interval may be infinite
+            half = float(np.exp(factor * np.sqrt(spread + fit.scatter[which] ** 2)))
         intervals.append((value / half, value * half))
     return RateBatchPrediction(
         fit.rate.value(size), intervals[0], fit.batch.value(size), intervals[1]

@@ -32,7 +32,7 @@ _NAMES = {
     "n": ("num_params_active", "Na", "N_active", "num_params", "N", "params"),
     "d": ("num_tokens", "D", "tokens"),
     "lr": ("lr", "learning_rate", "learning_rate_peak", "rate"),
-    "batch": ("bs", "batch_size", "batch", "batch_size_in_tokens"),
+    "batch": ("bs", "batch_size", "batch", "batch_size_in_tokens", "batch_tokens"),
     "loss": ("smooth loss", "smooth_loss", "final_loss", "val_loss", "loss"),
 }
 """Column names that need no flag, by priority."""
@@ -71,14 +71,17 @@ def read_tuned_runs(
     columns: TunedColumns | None = None,
     *,
     hold_out: str = "",
+    where: str = "",
 ) -> tuple[list[TunedCell], int]:
     """Reads runs, one cell for each pair of parameters and tokens.
 
     Args:
-      path: a table (`jaxkv.files.tables`) with a row for each run.
+      path: a table (`jaxkv.files.tables`) with a row for each run, or the folder of a
+        sweep.
       columns: the columns; by default found by name.
       hold_out: a rule (`rules`) over the columns of the file, N and D that selects
         whole cells.
+      where: a rule over the same columns for the rows to read.
 
     Returns:
       The cells by parameters and tokens, and the number of runs without a finite loss,
@@ -86,9 +89,10 @@ def read_tuned_runs(
 
     Raises:
       ValueError: a column is missing, a number is outside its range, no run has a loss,
-        or the rule selects a part of a cell; one line with the place.
+        or a rule selects no row or a part of a cell; one line with the place.
     """
-    table = files.read_log_table(validation.path("path", path))
+    place = validation.path("path", path)
+    table = files.read_log_table(place / files.RUNS if place.is_dir() else place)
     chosen = columns or TunedColumns()
     roles = {}
     for meaning, names in _NAMES.items():
@@ -101,19 +105,26 @@ def read_tuned_runs(
                 f"{', '.join(table.names)}"
             )
         roles[meaning] = matches[0]
-    test = rules.parse_rule(hold_out, {*table.names, "N", "D"}) if hold_out else None
+    names = {*table.names, "N", "D"}
+    test = rules.parse_rule(hold_out, names) if hold_out else None
+    is_read = rules.parse_rule(where, names) if where else None
     members: dict[RunSize, list[tuple[float, float, float, bool]]] = {}
     num_dropped = 0
     for row in table.rows:
         n, d, rate, batch = (
             files.read_number(table, row, roles[x]) for x in ("n", "d", "lr", "batch")
         )
+        cells_of_row = {**row.cells, "N": n, "D": d}
+        if is_read is not None and not is_read(cells_of_row):
+            continue
         loss = rules.parse_number(row.cells.get(roles["loss"]), 1.0)
         if loss is None or not math.isfinite(loss) or loss <= 0:
             num_dropped += 1
             continue
-        is_held_out = test is not None and test({**row.cells, "N": n, "D": d})
+        is_held_out = test is not None and test(cells_of_row)
         members.setdefault(RunSize(n, d), []).append((rate, batch, loss, is_held_out))
+    if not members and where and not num_dropped:
+        raise ValueError(f"{path}: --where {where}: selects no row")
     if not members:
         raise ValueError(f"{path}: no run has a loss in column {roles['loss']!r}")
     cells = []

@@ -6,6 +6,12 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from scaling.sweeps.branching import FinishedRun
+    from scaling.sweeps.coordinates import (
+        MAX_SLOPE,
+        CoordinateCheck,
+        measure_coordinates,
+        widen_model,
+    )
     from scaling.sweeps.executors import make_record, open_on_device, score_run
     from scaling.sweeps.family import (
         BASE_WIDTH,

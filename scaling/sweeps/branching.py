@@ -205,7 +205,10 @@ def init_runs(runs: Sequence[TrainConfig], is_vmapped: bool) -> BatchedRuns:
     """Returns the initial state of runs of one model."""
     model = runs[0].model
     optimizer = runs[0].optimizer
-    states = [init_train_state(model, optimizer, jnp.int32(x.seed)) for x in runs]
+    states = [
+        init_train_state(model, optimizer, jnp.int32(x.seed), x.hidden_rate)
+        for x in runs
+    ]
     return BatchedRuns(
         _stack(states, is_vmapped), 0, np.ones(len(runs), bool), ((),) * len(runs), 0.0
     )
@@ -254,7 +257,12 @@ def _call(
     """Returns the program as a function of state, schedule and number of steps."""
     first = runs[0]
     program = _program(
-        first.model, first.optimizer, first.batch_size, first.seq_len, is_vmapped
+        first.scaled_model,
+        first.optimizer,
+        first.batch_size,
+        first.seq_len,
+        first.hidden_rate,
+        is_vmapped,
     )
     seeds = _stack([jnp.int32(x.seed) for x in runs], is_vmapped)
     return lambda state, schedule, num_steps: program(
@@ -284,7 +292,12 @@ def _stack[T: PyTree[Array]](trees: Sequence[T], is_vmapped: bool) -> T:
 
 
 @functools.cache
-def _program(model, optimizer, batch_size, seq_len, is_vmapped):
+def _program(model, optimizer, batch_size, seq_len, hidden_rate, is_vmapped):
     """Returns the program of a model, for any rates, seeds and numbers of steps."""
-    call = compiled_steps(model, optimizer, batch_size, seq_len)
-    return jax.jit(jax.vmap(call, (0, None, 0, 0, None))) if is_vmapped else call
+    call = compiled_steps(
+        model, optimizer, batch_size, seq_len, hidden_rate=hidden_rate
+    )
+    if not is_vmapped:
+        return call
+    # A program with compiler options cannot be part of another one.
+    return jax.jit(jax.vmap(call.__wrapped__, (0, None, 0, 0, None)))

@@ -25,7 +25,7 @@ from scaling.corpora import AnyCorpus, Corpus, open_corpus
 from scaling.sweeps import branching, grid
 from scaling.sweeps.branching import FinishedRun
 from scaling.sweeps.folder import CurveRow, RecordRow
-from scaling.sweeps.grid import Cell, RunGroup, SweepConfig
+from scaling.sweeps.grid import RunGroup, SweepConfig
 from scaling.sweeps.paused import load_paused, save_paused
 from scaling.training import Architecture, StreamScore, TrainConfig, score_stream
 
@@ -83,9 +83,8 @@ def choose_mode(
     if config.executor == "ray":
         return ExecutionMode("loop", "a cluster has other runs side by side")
     group = several[len(several) // 2]
-    cell = Cell(group.model, group.horizons[-1])
-    runs = [grid.train_config(config, cell, lane) for lane in group.lanes]
-    tokens = config.batch_size * config.seq_len
+    runs = [grid.train_config(config, group.cells[-1], lane) for lane in group.lanes]
+    tokens = group.setting.batch_size * config.seq_len
     loop = branching.measure_speed(
         runs[:1], corpus, is_vmapped=False, patience_s=_EXIT_TIMEOUT_S
     )
@@ -105,12 +104,12 @@ def run_local(
     groups: list[RunGroup],
     corpus: Corpus,
     mode: str,
-    advance: Callable[[int, Architecture], bool],
+    advance: Callable[[int, RunGroup], bool],
     paused: Path,
 ) -> Iterator[RunRecord]:
     """Executes groups in this process, in mode `loop` or `vmap`.
 
-    `advance` is called with a number of steps and their model; it returns False to
+    `advance` is called with a number of steps and their group; it returns False to
     stop. `paused` is a folder for the state of stopped runs, from which they continue.
 
     Yields:
@@ -124,17 +123,17 @@ def run_local(
         if mode == "loop":
             parts = [(lane,) for lane in group.lanes]
 
-        def advance_model(steps: int, model: Architecture = group.model) -> bool:
-            return advance(steps, model)
+        def advance_group(steps: int, group: RunGroup = group) -> bool:
+            return advance(steps, group)
 
         for lanes in parts:
-            if not advance_model(0):  # stops before compiling a program
+            if not advance_group(0):  # stops before compiling a program
                 return
             part = group._replace(lanes=lanes)
             place = paused / grid.group_id(config, part, corpus.digest)
             try:
                 yield from _run(
-                    config, part, corpus, mode == "vmap", advance_model, place
+                    config, part, corpus, mode == "vmap", advance_group, place
                 )
             except branching.StopRequested as stop:
                 save_paused(place, stop.half)
@@ -151,8 +150,8 @@ def _run(
     paused: Path | None = None,
 ) -> Iterator[RunRecord]:
     horizons = [
-        [grid.train_config(config, Cell(group.model, n), x) for x in group.lanes]
-        for n in group.horizons
+        [grid.train_config(config, cell, x) for x in group.lanes]
+        for cell in group.cells
     ]
     half = None
     if paused is not None and paused.exists():
@@ -178,7 +177,7 @@ def score_run(
     return score_stream(
         params,
         corpus.held_out,
-        model=run.model,
+        model=run.scaled_model,
         seq_len=run.seq_len,
         num_windows=config.num_eval_windows,
     )
@@ -222,12 +221,12 @@ def connect_ray(config: SweepConfig) -> Any:
 def run_on_ray(
     config: SweepConfig,
     groups: list[RunGroup],
-    advance: Callable[[int, Architecture], bool],
+    advance: Callable[[int, RunGroup], bool],
 ) -> Iterator[RunRecord]:
     """Executes groups on a Ray cluster, each lane of a group as one task.
 
     Every worker opens the corpus itself, so its files must exist on all of them.
-    `advance` is called with a number of steps and their model; it returns False to
+    `advance` is called with a number of steps and their group; it returns False to
     stop.
 
     Yields:
@@ -248,11 +247,11 @@ def run_on_ray(
             ready, _ = ray.wait([*waiting], num_returns=1, timeout=1.0)
             for reference in ready:
                 part = waiting.pop(reference)
-                steps = grid.group_steps(config, part.horizons)
+                steps = grid.group_steps(config, part)
                 yield from ray.get(reference)
-                if not advance(steps, part.model):
+                if not advance(steps, part):
                     return
-            if not ready and not advance(0, parts[0].model):
+            if not ready and not advance(0, parts[0]):
                 return
     finally:
         for reference in waiting:
@@ -304,6 +303,10 @@ def make_record(
         "loss_se": None if score is None else score.loss_se,
         "bits_per_byte": bits,
         "decayed": run.cooldown_steps > 0,
+        "schedule": run.schedule,
+        "optimizer": run.optimizer.kind,
+        "parametrization": run.parametrization,
+        "weight_decay": run.optimizer.weight_decay,
         "learning_rate": run.learning_rate,
         "batch_tokens": batch_tokens,
         "seq_len": run.seq_len,
@@ -323,4 +326,4 @@ def make_record(
         }
         for step, loss in finished.curve
     ]
-    return RunRecord(record, curve, run.model, finished.params)
+    return RunRecord(record, curve, run.scaled_model, finished.params)

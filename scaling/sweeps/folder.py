@@ -44,6 +44,10 @@ RECORD = {
     "loss_se": "standard error of the loss over windows, which all runs share",
     "bits_per_byte": "held-out loss per byte of text; null without bytes",
     "decayed": "true if the learning rate had decayed to zero",
+    "schedule": "learning rate schedule: wsd, cosine or constant",
+    "optimizer": "kind of the optimizer",
+    "parametrization": "standard or mup",
+    "weight_decay": "decoupled weight decay of the layers' matrices",
     "learning_rate": "peak learning rate",
     "batch_tokens": "tokens per step",
     "seq_len": "tokens per window",
@@ -79,6 +83,10 @@ class RecordRow(TypedDict):
     loss_se: float | None
     bits_per_byte: float | None
     decayed: bool
+    schedule: str
+    optimizer: str
+    parametrization: str
+    weight_decay: float
     learning_rate: float
     batch_tokens: int
     seq_len: int

@@ -1,12 +1,13 @@
 """The grid of runs of a sweep: sizes by budgets by learning rates by seeds.
 
-A cell is a model with its number of steps. Learning rates compete within a cell, and
-the best one represents its size and tokens.
+A cell is a model with its number of steps, batch size, weight decay and schedule.
+Learning rates compete within a cell, and the best one represents it.
 """
 
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from scaling.costs import ParameterCounts
 from scaling.training import (
     Architecture,
     OptimizerConfig,
+    ScheduleName,
     TrainConfig,
     count_model_parameters,
     steps_taken,
@@ -56,7 +58,10 @@ class SweepConfig(ConfigRecord):
     """Peak rates for a model of `base_width`, in equal ratios, tried in every cell."""
     base_width: PositiveInt = 32
     rate_exponent: float = 1.0
-    """A model of width h has the rates times (base_width / h) to this power."""
+    """A model of width h has the rates times (base_width / h) to this power; 0 with
+    `mup`, which scales the rates of matrices itself."""
+    parametrization: Literal["standard", "mup"] = "standard"
+    """See `TrainConfig.parametrization`; the base width is `base_width`."""
     max_extensions: NonNegativeInt = 2
     """Most rates added to the grid for a cell whose best rate is at the edge."""
     seeds: tuple[int, ...] = (0,)
@@ -65,16 +70,24 @@ class SweepConfig(ConfigRecord):
     num_repeated: NonNegativeInt = 0
     batch_size: PositiveInt = 8
     """Windows per step."""
+    batch_sizes: Annotated[tuple[int, ...], Ascending(1, minimum=0)] = ()
+    """Windows per step, tried in place of `batch_size`; each divides the largest, so
+    that runs of all have the same tokens."""
+    weight_decays: Annotated[tuple[float, ...], Ascending(0, minimum=0)] = ()
+    """Weight decays, tried in place of `optimizer.weight_decay`."""
+    schedules: tuple[ScheduleName, ...] = ()
+    """Learning rate schedules, tried in place of `schedule`."""
     seq_len: PositiveInt = 64
     """Predictions per window."""
     warmup_steps: NonNegativeInt = 50
     """Steps of linear warm-up, the same for every run."""
-    schedule: Literal["stable", "cosine"] = "stable"
-    """Learning rate schedule. `stable`: constant after the warm-up, so that runs of one
-    model and rate share a trunk, then linear to zero. `cosine`: half a cosine over the
-    run, so that runs share only the warm-up."""
+    schedule: ScheduleName = "wsd"
+    """Learning rate schedule. `wsd` (warm-up, stable, decay): constant after the
+    warm-up, so that runs of one model and rate share a trunk, then linear to zero.
+    `cosine`: half a cosine over the run, so that runs share only the warm-up.
+    `constant`: never falls, so that a run is the beginning of every longer one."""
     cooldown: Share = 0.4
-    """Share of a run's steps in which a stable rate falls."""
+    """Share of a run's steps in which the rate of `wsd` falls."""
     min_steps: NonNegativeInt = 200
     """Cells of fewer steps are skipped."""
     tokens_per_param: tuple[float, float] = (0.0, math.inf)
@@ -95,7 +108,22 @@ class SweepConfig(ConfigRecord):
 
     def __post_init__(self) -> None:
         """Validates the grid."""
+        if self.schedule == "stable":
+            object.__setattr__(self, "schedule", "wsd")
         super().__post_init__()
+        if any(max(self.batch_sizes) % size for size in self.batch_sizes):
+            raise ValueError(
+                f"batch_sizes={self.batch_sizes!r} must divide the largest one"
+            )
+        if self.parametrization == "mup" and self.rate_exponent != 0:
+            raise ValueError(
+                f"rate_exponent={self.rate_exponent:g} must be 0 with "
+                "parametrization='mup'"
+            )
+        if "stable" in self.schedules:
+            raise ValueError(f"schedules={self.schedules!r}: 'stable' is named 'wsd'")
+        if len({*self.schedules}) < len(self.schedules):
+            raise ValueError(f"schedules={self.schedules!r} must be different ones")
         if not self.models:
             raise ValueError(f"models={self.models!r} must name a model")
         if not (self.budgets or self.num_tokens):
@@ -115,6 +143,24 @@ class SweepConfig(ConfigRecord):
         if not list_cells(self):
             raise ValueError(f"no run is left: {_why_none(self)}")
 
+    @property
+    def settings(self) -> tuple["RunSetting", ...]:
+        """Combinations of batch size, weight decay and schedule."""
+        axes = (
+            self.batch_sizes or (self.batch_size,),
+            self.weight_decays or (self.optimizer.weight_decay,),
+            self.schedules or (self.schedule,),
+        )
+        return tuple(RunSetting(*values) for values in itertools.product(*axes))
+
+
+class RunSetting(NamedTuple):
+    """Batch size in windows, weight decay and schedule of runs."""
+
+    batch_size: int
+    weight_decay: float
+    schedule: ScheduleName
+
 
 class ModelCost(NamedTuple):
     """Parameters and training cost of a model.
@@ -129,10 +175,17 @@ class ModelCost(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A model and its number of steps, within which learning rates compete."""
+    """A model, its number of steps and its setting; learning rates compete within it.
+
+    Attributes:
+      model: config of the model.
+      num_steps: number of steps.
+      setting: batch, weight decay and schedule; None for the first of the sweep.
+    """
 
     model: Architecture
     num_steps: int
+    setting: RunSetting | None = None
 
 
 class Lane(NamedTuple):
@@ -149,11 +202,18 @@ class RunGroup(NamedTuple):
       model: config of the model.
       lanes: rates and seeds.
       horizons: numbers of steps, rising; every lane is trained for each.
+      setting: batch, weight decay and schedule.
     """
 
     model: Architecture
     lanes: tuple[Lane, ...]
     horizons: tuple[int, ...]
+    setting: RunSetting
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """The cells of the runs, steps rising."""
+        return tuple(Cell(self.model, n, self.setting) for n in self.horizons)
 
 
 @validation.checks_numbers()
@@ -165,16 +225,21 @@ def count_cost(model: Architecture, seq_len: int) -> ModelCost:
 
 
 def list_cells(config: SweepConfig) -> list[Cell]:
-    """Lists the cells of a grid, model by model, without duplicates, steps rising."""
+    """Lists the cells of a grid, model by model and setting by setting, steps rising.
+
+    Tokens are multiples of those of a step of the largest batch.
+    """
     cells = []
-    batch_tokens = config.batch_size * config.seq_len
+    largest = max(config.batch_sizes or (config.batch_size,))
     low, high = config.tokens_per_param
-    for model in config.models:
+    for model, setting in itertools.product(config.models, config.settings):
         params = count_cost(model, config.seq_len).params.total
+        batch_tokens = largest * config.seq_len
+        ratio = largest // setting.batch_size
         cells += [
-            Cell(model, n)
+            Cell(model, n * ratio, setting)
             for n in sorted({round(x / batch_tokens) for x in _tokens(config, model)})
-            if n >= max(config.min_steps, 1)
+            if n * ratio >= max(config.min_steps, 1)
             and low <= n * batch_tokens / params <= high
         ]
     return cells
@@ -190,16 +255,17 @@ def _tokens(config: SweepConfig, model: Architecture) -> list[float]:
 def _why_none(config: SweepConfig) -> str:
     """Explains why no model has a run at any budget."""
     max_tokens = max(x for model in config.models for x in _tokens(config, model))
-    num_steps = round(max_tokens / (config.batch_size * config.seq_len))
+    batch_size = config.settings[0].batch_size
+    num_steps = round(max_tokens / (batch_size * config.seq_len))
     if num_steps < 1:
         return (
-            f"a step of {config.batch_size=} windows of {config.seq_len=} tokens is "
+            f"a step of {batch_size=} windows of {config.seq_len=} tokens is "
             f"more than the {max_tokens:,.0f} tokens that the largest budget allows"
         )
     if num_steps < config.min_steps:
         return (
             f"{config.min_steps=} is more than the {num_steps} steps of "
-            f"{config.batch_size=} windows of {config.seq_len=} tokens that the "
+            f"{batch_size=} windows of {config.seq_len=} tokens that the "
             "largest budget allows"
         )
     return (
@@ -210,25 +276,31 @@ def _why_none(config: SweepConfig) -> str:
 
 def train_config(config: SweepConfig, cell: Cell, lane: Lane) -> TrainConfig:
     """Returns the training config of a run."""
+    setting = cell.setting or config.settings[0]
+    decay = setting.weight_decay
     return TrainConfig(
         model=cell.model,
         corpus=config.corpus,
-        optimizer=config.optimizer,
-        batch_size=config.batch_size,
+        optimizer=dataclasses.replace(config.optimizer, weight_decay=decay),
+        batch_size=setting.batch_size,
         seq_len=config.seq_len,
         num_steps=cell.num_steps,
         learning_rate=lane.learning_rate,
         warmup_steps=min(config.warmup_steps, cell.num_steps),
-        cooldown_steps=_steps_of_fall(config, cell.num_steps),
-        schedule=config.schedule,
+        cooldown_steps=_steps_of_fall(config, cell.num_steps, setting.schedule),
+        schedule=setting.schedule,
+        parametrization=config.parametrization,
+        base_width=config.base_width,
         seed=lane.seed,
     )
 
 
-def _steps_of_fall(config: SweepConfig, num_steps: int) -> int:
+def _steps_of_fall(config: SweepConfig, num_steps: int, schedule: ScheduleName) -> int:
     """Returns the number of final steps that a run shares with no longer run."""
-    if config.schedule == "cosine":
+    if schedule == "cosine":
         return max(0, num_steps - config.warmup_steps)
+    if schedule == "constant":
+        return 0
     return round(config.cooldown * num_steps)
 
 
@@ -248,15 +320,18 @@ def cell_id(config: SweepConfig, run: TrainConfig, corpus_digest: str) -> str:
 
 def group_id(config: SweepConfig, group: RunGroup, corpus_digest: str) -> str:
     """Returns a digest of runs that are executed together."""
-    cells = [Cell(group.model, steps) for steps in group.horizons]
-    runs = [train_config(config, x, lane) for x in cells for lane in group.lanes]
+    runs = [train_config(config, x, lane) for x in group.cells for lane in group.lanes]
     return _digest([run_id(config, run, corpus_digest) for run in runs])
 
 
 def _deciding(config: SweepConfig, run: TrainConfig, corpus_digest: str) -> dict:
     # The corpus is represented by its digest, independent of its location.
     left_out = {*_IRRELEVANT, "corpus"}
+    if run.parametrization == "standard":  # digests are those of earlier configs
+        left_out |= {"parametrization", "base_width"}
     fields = dataclasses.asdict(run)
+    if run.schedule == "wsd":  # digests have its earlier name
+        fields["schedule"] = "stable"
     return {k: v for k, v in fields.items() if k not in left_out} | {
         "corpus_digest": corpus_digest,
         "num_eval_windows": config.num_eval_windows,
@@ -278,11 +353,12 @@ def group_flops(config: SweepConfig, groups: list[RunGroup]) -> Iterator[float]:
     """Yields the FLOPs of each group, with shared trunks counted once."""
     for group in groups:
         per_step = count_cost(group.model, config.seq_len).flops_per_token
-        per_step *= config.batch_size * config.seq_len
-        yield per_step * len(group.lanes) * group_steps(config, group.horizons)
+        per_step *= group.setting.batch_size * config.seq_len
+        yield per_step * len(group.lanes) * group_steps(config, group)
 
 
-def group_steps(config: SweepConfig, horizons: tuple[int, ...]) -> int:
-    """Returns the steps of a trunk and its branches."""
-    cooled = [_steps_of_fall(config, n) for n in horizons]
-    return steps_taken(horizons, cooled)
+def group_steps(config: SweepConfig, group: RunGroup) -> int:
+    """Returns the steps of the trunk and the branches of each lane of a group."""
+    schedule = group.setting.schedule
+    cooled = [_steps_of_fall(config, n, schedule) for n in group.horizons]
+    return steps_taken(group.horizons, cooled)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from scaling.sweeps import grid
 from scaling.sweeps.folder import RecordRow
-from scaling.sweeps.grid import Cell, Lane, RunGroup, SweepConfig
+from scaling.sweeps.grid import Cell, Lane, RunGroup, RunSetting, SweepConfig
 from scaling.training import Architecture
 
 type Known = Mapping[str, RecordRow]
@@ -30,9 +30,10 @@ def next_groups(
       Groups with a missing run. The groups and their lanes depend on earlier stages
       only, so a partial group is repeated unchanged.
     """
-    by_model: dict[Architecture, list[int]] = {}
-    for model, num_steps in grid.list_cells(config):
-        by_model.setdefault(model, []).append(num_steps)
+    horizons_of: dict[tuple[Architecture, RunSetting], list[int]] = {}
+    for model, num_steps, setting in grid.list_cells(config):
+        if setting is not None:
+            horizons_of.setdefault((model, setting), []).append(num_steps)
 
     record = functools.partial(_record, config, records, corpus_digest)
 
@@ -41,18 +42,18 @@ def next_groups(
             group
             for group in groups
             if any(
-                record(Cell(group.model, steps), lane) is None
-                for steps in group.horizons
+                record(cell, lane) is None
+                for cell in group.cells
                 for lane in group.lanes
             )
         ]
 
     first = config.seeds[0]
     base = []
-    for model, horizons in by_model.items():
+    for (model, setting), horizons in horizons_of.items():
         rates = [grid.scaled_rate(config, x, model) for x in config.learning_rates]
         lanes = tuple(Lane(rate, first) for rate in rates)
-        base.append(RunGroup(model, lanes, tuple(horizons)))
+        base.append(RunGroup(model, lanes, tuple(horizons), setting))
     if missing_groups := missing(base):
         return missing_groups
 
@@ -64,34 +65,40 @@ def next_groups(
         return math.inf if loss is None else loss
 
     best: dict[Cell, float] = {}
-    wanted: dict[tuple[Architecture, float], list[int]] = {}
+    wanted: list[tuple[Cell, float]] = []
     for group in base:
-        for steps in group.horizons:
-            cell = Cell(group.model, steps)
+        for cell in group.cells:
             rates = [lane.learning_rate for lane in group.lanes]
             beyond = _beyond(config, cell, rates, loss_at, record)
             if beyond is not None:
-                wanted.setdefault((group.model, beyond), []).append(steps)
+                wanted.append((cell, beyond))
             losses = {rate: loss_at(cell, rate) for rate in rates}
             best[cell] = min(losses, key=lambda rate: losses[rate])
     if wanted:
         return _at_rates(wanted, (first,))
-    repeated: dict[tuple[Architecture, float], list[int]] = {}
-    for model in config.models[: config.num_repeated]:
-        for steps in by_model.get(model, []):
-            if math.isfinite(loss_at(Cell(model, steps), best[Cell(model, steps)])):
-                repeated.setdefault((model, best[Cell(model, steps)]), []).append(steps)
+    repeated = [
+        (cell, rate)
+        for cell, rate in best.items()
+        if cell.model in config.models[: config.num_repeated]
+        and math.isfinite(loss_at(cell, rate))
+    ]
     others = config.seeds[1:]
     return missing(_at_rates(repeated, others)) if others else []
 
 
 def _at_rates(
-    steps: Mapping[tuple[Architecture, float], list[int]], seeds: Sequence[int]
+    chosen: Sequence[tuple[Cell, float]], seeds: Sequence[int]
 ) -> list[RunGroup]:
-    """Returns groups of one rate each, given step counts by model and rate."""
+    """Returns groups of one rate each, given cells with their rates."""
+    horizons_of: dict[tuple[Architecture, RunSetting, float], list[int]] = {}
+    for (model, steps, setting), rate in chosen:
+        if setting is not None:
+            horizons_of.setdefault((model, setting, rate), []).append(steps)
     return [
-        RunGroup(model, tuple(Lane(rate, seed) for seed in seeds), tuple(horizons))
-        for (model, rate), horizons in steps.items()
+        RunGroup(
+            model, tuple(Lane(rate, seed) for seed in seeds), tuple(horizons), setting
+        )
+        for (model, setting, rate), horizons in horizons_of.items()
     ]
 
 
@@ -109,7 +116,7 @@ def unfinished(
     return [
         part
         for part in parts
-        if not all(record(Cell(part.model, n), part.lanes[0]) for n in part.horizons)
+        if not all(record(cell, part.lanes[0]) for cell in part.cells)
     ]
 
 

@@ -21,7 +21,6 @@ from scaling.sweeps import executors, grid, planning
 from scaling.sweeps.executors import ExecutionMode, RunRecord
 from scaling.sweeps.folder import RecordRow, SweepFolder
 from scaling.sweeps.grid import RunGroup, SweepConfig
-from scaling.training import Architecture
 
 # Fields that all runs of a folder share; the remaining fields may change.
 _COMMON = (
@@ -34,6 +33,7 @@ _COMMON = (
     "warmup_steps",
     "schedule",
     "cooldown",
+    "parametrization",
     "num_eval_windows",
 )
 
@@ -154,9 +154,10 @@ def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[st
     described = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     before = folder.header()
     if before:
-        differing = [
-            name for name in _COMMON if before["config"].get(name) != described[name]
-        ]
+        old = {"parametrization": "standard"} | before["config"]
+        if old.get("schedule") == "stable":
+            old = old | {"schedule": "wsd"}
+        differing = [name for name in _COMMON if old.get(name) != described[name]]
         if before["corpus_digest"] != corpus.digest:
             differing.append("the text itself")
         if differing:
@@ -186,10 +187,10 @@ def _run_groups(
     update = progress.bar("runs", total / 1e9, "GFLOP")
     done = 0.0
 
-    def advance(steps: int, model: Architecture) -> bool:
+    def advance(steps: int, group: RunGroup) -> bool:
         nonlocal done
-        per_token = grid.count_cost(model, config.seq_len).flops_per_token
-        done += steps * config.batch_size * config.seq_len * per_token / 1e9
+        per_token = grid.count_cost(group.model, config.seq_len).flops_per_token
+        done += steps * group.setting.batch_size * config.seq_len * per_token / 1e9
         if steps:
             update(min(done, total / 1e9))
         return not progress.stopped

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from scaling.training.recipes import (
         LearningRateSchedule,
         OptimizerConfig,
+        ScheduleName,
         StepConfig,
         TrainConfig,
         steps_taken,
@@ -54,5 +55,6 @@ if TYPE_CHECKING:
         train,
         train_in_memory,
     )
+    from scaling.training.transformer_rows import layer_activity
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

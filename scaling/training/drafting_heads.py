@@ -43,6 +43,15 @@ class HeadRecipe(ConfigRecord):
     decay: Annotated[float, Range(0, 1, "(]")] = 0.8
     """Ratio of the loss weights of successive guesses."""
 
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        super().__post_init__()
+        if self.run.parametrization != "standard":
+            raise ValueError(
+                f"run.parametrization={self.run.parametrization!r} must be 'standard': "
+                "heads have no other"
+            )
+
 
 class TargetOutput(NamedTuple):
     """Outputs of the target model for a text."""

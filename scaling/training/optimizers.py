@@ -6,18 +6,28 @@ so the rate is an array and its values do not recompile.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import optax
 
+from jaxkv import validation
 from scaling.training.recipes import OptimizerConfig
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+@validation.checks_numbers(hidden_rate="(0, 1e30]")
+def make_optimizer(
+    config: OptimizerConfig, hidden_rate: float = 1.0
+) -> optax.GradientTransformation:
     """Builds an optimizer for a learning rate of one.
 
     Weight decay is decoupled: Loshchilov & Hutter 2017, arXiv:1711.05101.
+
+    Args:
+      config: the optimizer.
+      hidden_rate: factor on the updates of the layers' matrices before weight decay;
+        other than 1 for AdamW only, see `TrainConfig.parametrization`.
     """
     if config.kind == "muon":
         direction = optax.contrib.muon(
@@ -33,9 +43,12 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             consistent_rms=0.2,
         )
     else:
-        are_matrices = functools.partial(jax.tree.map_with_path, _is_matrix)
+        are_matrices = functools.partial(jax.tree.map_with_path, is_layer_matrix)
+        rules = [*_DIRECTIONS[config.kind](config)]
+        if hidden_rate != 1:
+            rules.append(optax.masked(optax.scale(hidden_rate), are_matrices))
         direction = optax.chain(
-            *_DIRECTIONS[config.kind](config),
+            *rules,
             optax.add_decayed_weights(config.weight_decay, mask=are_matrices),
             optax.scale(-1.0),
         )
@@ -72,7 +85,7 @@ _DIRECTIONS: Mapping[
 """Update rules before weight decay, by the kind of optimizer."""
 
 
-def _is_matrix(path, _) -> bool:
+def is_layer_matrix(path: Sequence[Any], leaf: object) -> bool:
     """Returns True for a matrix of a layer: not an embedding, scale or bias."""
     return path[0].key in ("layers", "ahead") and path[-1].key == "weight"
 
@@ -85,5 +98,5 @@ def _muon_axes(params):
     """
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
     return jax.tree.map_with_path(
-        lambda path, p: axes if _is_matrix(path, p) else None, params
+        lambda path, p: axes if is_layer_matrix(path, p) else None, params
     )

@@ -3,6 +3,7 @@
 Plain values; `train` and `step` use them.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from jaxkv.models import Params, is_selection_bias
+from jaxkv.models import ModelConfig, Params, is_selection_bias
 from jaxkv.validation import (
     ConfigRecord,
     NonNegativeFloat,
@@ -97,6 +98,13 @@ class StepConfig(ConfigRecord):
 PLAIN_STEP = StepConfig()
 
 
+SCALED_FAMILIES = ("llama", "granite")
+"""Families of `mup`; the last one's `config.json` has its factors."""
+
+type ScheduleName = Literal["wsd", "cosine", "constant", "stable"]
+"""Name of a learning rate schedule; `stable` is read as `wsd`, which it once named."""
+
+
 class TrainConfig(ConfigRecord):
     """One training run: model, corpus, and all that determines the result."""
 
@@ -115,10 +123,19 @@ class TrainConfig(ConfigRecord):
     """Steps of linear warm-up from zero to the peak."""
     cooldown_steps: int = 200
     """Last steps, of linear decay; a cosine decays over all steps after the warm-up."""
-    schedule: Literal["stable", "cosine"] = "stable"
-    """`stable`: warm-up, constant, cool-down; `cosine`: half a cosine after warm-up."""
+    schedule: ScheduleName = "wsd"
+    """`wsd`: warm-up, stable, (linear) decay; `cosine`: half a cosine after warm-up;
+    `constant`: the peak after warm-up, without a cool-down."""
     final_share: Share = 0.0
     """Share of the peak at which the schedule ends."""
+    parametrization: Literal["standard", "mup"] = "standard"
+    """`mup`: maximal update parametrization, so that one learning rate suits all
+    widths. With m = hidden_size / base_width, the layers' matrices have 1 / m of the
+    initial variance and of AdamW's rate (weight decay is not scaled), logits are
+    divided by m, and scores are q k / head_dim. Embeddings, norms and biases are as in
+    `standard`. Source: Yang et al. 2022, arXiv:2203.03466, table 8 and section 4."""
+    base_width: PositiveInt = 32
+    """Width at which `mup` has the standard variance, rates and logits."""
     how: StepConfig = PLAIN_STEP
     """Settings of the computation of a step."""
     seed: int = 0
@@ -130,6 +147,8 @@ class TrainConfig(ConfigRecord):
 
     def __post_init__(self) -> None:
         """Validates the fields."""
+        if self.schedule == "stable":
+            object.__setattr__(self, "schedule", "wsd")
         super().__post_init__()
         for name in ("warmup_steps", "cooldown_steps"):
             Range(0, self.num_steps).check(name, getattr(self, name))
@@ -145,6 +164,8 @@ class TrainConfig(ConfigRecord):
             raise ValueError(
                 f"optimizer.kind={self.optimizer.kind!r} must have {layout.zero=} 0"
             )
+        if self.parametrization == "mup":
+            self._check_scalable()
         if self.seq_len > self.model.max_positions:
             raise ValueError(
                 f"seq_len={self.seq_len} must be at most "
@@ -155,6 +176,46 @@ class TrainConfig(ConfigRecord):
                 f"model.vocab_size={self.model.vocab_size} must be at least "
                 f"corpus.vocab_size={self.corpus.vocab_size}"
             )
+
+    def _check_scalable(self) -> None:
+        """Checks that maximal update is defined for the model and the optimizer."""
+        if self.optimizer.kind != "adamw":
+            raise ValueError(
+                f"parametrization='mup' needs optimizer.kind='adamw', not "
+                f"{self.optimizer.kind!r}"
+            )
+        model = self.model
+        if (
+            not isinstance(model, ModelConfig)
+            or model.experts is not None
+            or model.latent is not None
+            or model.recurrence is not None
+            or model.family not in SCALED_FAMILIES
+        ):
+            raise ValueError(
+                "parametrization='mup' needs a dense transformer of family "
+                f"{' or '.join(SCALED_FAMILIES)}, without experts"
+            )
+
+    @property
+    def hidden_rate(self) -> float:
+        """Factor on rate and initial variance of the layers' matrices."""
+        if self.parametrization == "standard":
+            return 1.0
+        return self.base_width / self.model.hidden_size
+
+    @property
+    def scaled_model(self) -> architectures.Architecture:
+        """The model with the factors of the parametrization on logits and scores."""
+        model = self.model
+        if self.parametrization == "standard" or not isinstance(model, ModelConfig):
+            return model
+        return dataclasses.replace(
+            model,
+            logit_scale=model.logit_scale * self.hidden_rate,
+            attention_scale=1 / model.head_dim,
+            family=SCALED_FAMILIES[-1],
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -206,6 +267,8 @@ class LearningRateSchedule(NamedTuple):
         is_cosine = config.schedule == "cosine"
         after = config.num_steps - config.warmup_steps
         cooldown = after if is_cosine else config.cooldown_steps
+        if config.schedule == "constant":
+            cooldown = 0
         counts = (config.warmup_steps, cooldown, config.num_steps)
         return cls(
             jnp.float32(config.learning_rate),

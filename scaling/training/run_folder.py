@@ -26,6 +26,9 @@ RUN_FILE = "run.json"
 """Files of a checkpoint in addition to its arrays: the curve up to its step; and the
 first step of the run with the layouts of its steps."""
 
+PARAMETRIZATION = ("parametrization", "base_width")
+"""Fields that earlier configs of runs do not have, left out unless `mup`."""
+
 TOLERANCE = 2e-3
 """Largest relative difference of losses after a run continues with another layout or
 number of processes, which changes rounding. Training amplifies it, near divergence to
@@ -236,8 +239,13 @@ def _deciding(run: dict[str, object]) -> dict[str, object]:
     """Removes the layout from a run if it changes only rounding.
 
     With a capacity, or for experts with accumulation, the layout changes dropped rows
-    or balanced loads.
+    or balanced loads. The schedule has its present name, and fields of the standard
+    parametrization are left out.
     """
+    if run.get("parametrization", "standard") == "standard":
+        run = {k: v for k, v in run.items() if k not in PARAMETRIZATION}
+    if run.get("schedule") == "stable":
+        run = run | {"schedule": "wsd"}
     how = run.get("how")
     model = run.get("model")
     if not isinstance(how, dict) or not isinstance(layout := how.get("layout"), dict):

@@ -64,14 +64,26 @@ class TrainStepInfo(NamedTuple):
     loads: Float[Array, "mixtures experts"] | None
 
 
+@validation.checks_numbers(hidden_rate="(0, 1e30]")
 def init_train_state(
-    model: architectures.Architecture, optimizer: OptimizerConfig, seed: Int[Array, ""]
+    model: architectures.Architecture,
+    optimizer: OptimizerConfig,
+    seed: Int[Array, ""],
+    hidden_rate: float = 1.0,
 ) -> TrainState:
-    """Returns the state before the first step."""
+    """Returns the state before the first step.
+
+    The layers' matrices have `hidden_rate` times their usual initial variance.
+    """
     params = architectures.init_model_params(model, jax.random.key(seed))
-    return TrainState(
-        params, optimizers.make_optimizer(optimizer).init(params), jnp.int32(0)
-    )
+    if hidden_rate != 1:
+        scale = jnp.float32(hidden_rate**0.5)
+        params = jax.tree.map_with_path(
+            lambda path, p: p * scale if optimizers.is_layer_matrix(path, p) else p,
+            params,
+        )
+    moments = optimizers.make_optimizer(optimizer, hidden_rate).init(params)
+    return TrainState(params, moments, jnp.int32(0))
 
 
 @validation.checks_numbers()
@@ -83,6 +95,7 @@ def compiled_steps(
     seq_len: int,
     how: StepConfig = PLAIN_STEP,
     objective: objectives.TrainingObjective = objectives.NEXT_TOKEN,
+    hidden_rate: float = 1.0,
 ) -> Any:
     """Returns the compiled program of training steps, cached by its arguments.
 
@@ -93,6 +106,7 @@ def compiled_steps(
       seq_len: predictions per window.
       how: dtype, rematerialization and layout of a step.
       objective: the training objective.
+      hidden_rate: see `optimizers.make_optimizer`.
 
     Returns:
       A function of a state (divided by `divide_train_state` if `how` has a layout), of
@@ -101,7 +115,7 @@ def compiled_steps(
       the new state, and the mean information of the steps. The states of a run do not
       depend on its division into calls.
     """
-    update = optimizers.make_optimizer(optimizer).update
+    update = optimizers.make_optimizer(optimizer, hidden_rate).update
     experts = model.experts if isinstance(model, ModelConfig) else None
     bias_rate = experts.bias_rate if experts else 0.0
 

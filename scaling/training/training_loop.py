@@ -119,7 +119,7 @@ def train(
     check_all_used(config.how.layout.num_devices)
     corpus = open_corpus(config.corpus)
     windows_per_epoch(len(corpus.stream), config.seq_len)
-    state = init_train_state(config.model, config.optimizer, jnp.int32(config.seed))
+    state = _initial_state(config)
     if not is_first():
         # Only the first process has the folder; all processes gather the state.
         state, first_step = broadcast_from_first((state, 0))
@@ -184,12 +184,17 @@ def train_in_memory(
     """
     state = start
     if state is None:
-        state = init_train_state(config.model, config.optimizer, jnp.int32(config.seed))
+        state = _initial_state(config)
     endless = dataclasses.replace(config, checkpoint_every=config.num_steps)
     run = _Run(endless, corpus, state, int(state.step), objective, progress)
     for line in run.reports():
         run.record_report(line)
     return TrainResult(run.state, run.curve, None, run.status)
+
+
+def _initial_state(config: TrainConfig) -> TrainState:
+    seed = jnp.int32(config.seed)
+    return init_train_state(config.model, config.optimizer, seed, config.hidden_rate)
 
 
 class _Run:
@@ -241,12 +246,13 @@ class _Run:
         config = self._config
         schedule = LearningRateSchedule.of(self._config)
         call = compiled_steps(
-            config.model,
+            config.scaled_model,
             config.optimizer,
             config.batch_size,
             config.seq_len,
             config.how,
             self._objective,
+            config.hidden_rate,
         )
         tokens = jnp.asarray(self._stream)
         seed = jnp.int32(config.seed)

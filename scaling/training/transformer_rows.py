@@ -10,6 +10,7 @@ with its part of parameters and tokens.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -88,6 +89,36 @@ def run_transformer(
       ValueError: the model has fewer learned positions than `seq`.
     """
     return run_with_ahead(params, tokens, config=config, layout=layout, num_ahead=0)[0]
+
+
+class Activity(NamedTuple):
+    """Activations of a forward pass, by place in the model.
+
+    Attributes:
+      residual: input of the first layer, and the sum that each layer adds to it.
+      logits: logits of the next token.
+    """
+
+    residual: list[Float[Array, "rows hidden"]]
+    logits: Float[Array, "rows vocab"]
+
+
+def layer_activity(
+    params: Params, tokens: Int[Array, "batch seq"], *, config: ModelConfig
+) -> Activity:
+    """Returns the activations of a model over sequences, each from its beginning."""
+    model = models.merge(config, params)
+    rows = RowOrientation(config=config, shape=tokens.shape)
+    positions = rows.positions()
+    token = tokens.reshape(-1)
+    x = model.embedded(token, positions, rows)
+    rows = model.add_layer_inputs(rows, token, x)
+    kv = empty_kv(config, tokens.shape, x.dtype)
+    states = model.run(x, positions, rows.attend, kv, rows)
+    streams = [*states.taps, states.last]
+    residual = [streams[0], *(y - x for x, y in itertools.pairwise(streams))]
+    logits = model.logits(model.final_norm(states.last, rows.axis), rows)
+    return Activity(residual, logits)
 
 
 def run_with_ahead(

@@ -495,6 +495,16 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "layout": costs.Layout(),
             "sequence_length": 32,
         },
+        "training.init_train_state": {
+            "model": SMALL,
+            "optimizer": training.OptimizerConfig(),
+            "seed": jnp.int32(0),
+            "hidden_rate": 0.5,
+        },
+        "training.make_optimizer": {
+            "config": training.OptimizerConfig(),
+            "hidden_rate": 0.5,
+        },
         "training.make_pipeline_schedule": {"num_stages": 2, "num_micro": 4},
         "training.make_records": {
             "trajectories": [

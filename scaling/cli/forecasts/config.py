@@ -56,7 +56,8 @@ class HyperparameterConfig(ConfigRecord):
     """Runs at several learning rates and batch sizes, and the sizes to predict."""
 
     log: str
-    """Table with a row for each run: parameters, tokens, learning rate, batch, loss."""
+    """Table with a row for each run: parameters, tokens, learning rate, batch, loss; or
+    the folder of a sweep."""
     law: Literal["hyperparameters"] = "hyperparameters"
     """The surface of the loss over parameters, tokens, rate and batch."""
     predict: tuple[str, ...] = ()
@@ -64,6 +65,8 @@ class HyperparameterConfig(ConfigRecord):
     columns of the log, whose measured pairs are scored."""
     hold_out: str = ""
     """Rule for cells of N and D to hold out and score, such as 'N > 5e8'."""
+    where: str = ""
+    """Rule for the rows to read, such as "schedule == 'wsd'"."""
     n: str = ""
     """Column of the parameters, active ones of a mixture of experts; found by name if
     not given, like the columns below."""

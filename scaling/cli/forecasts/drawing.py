@@ -155,7 +155,8 @@ def _draw_powers(
     rows = [x for x in document["predictions"] if x["role"] != "fitted"]
     for row in rows:
         low, high = row[f"{name}_low"], row[f"{name}_high"]
-        ax.plot([row[name]] * 2, [low, high], "-", color=colors()[ORANGE])
+        if high is not None:  # finite
+            ax.plot([row[name]] * 2, [low, high], "-", color=colors()[ORANGE])
         ends += [row[name]]
     if rows:
         ax.plot([], [], "-", color=colors()[ORANGE], label="interval")

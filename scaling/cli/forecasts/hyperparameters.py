@@ -1,5 +1,6 @@
 """Fits learning rate and batch size, predicts the best pair, and scores it."""
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,8 @@ def fit_tuned_file(
         **{name: getattr(config, name) for name in TunedColumns.__annotations__}
     )
     sizes, tables = split_targets(config.predict)
-    cells, num_dropped = read_tuned_runs(config.log, columns, hold_out=config.hold_out)
+    read = functools.partial(read_tuned_runs, columns=columns, where=config.where)
+    cells, num_dropped = read(config.log, hold_out=config.hold_out)
     fitted = [cell for cell in cells if not cell.is_held_out]
     targets: list[tuple[str, RunSize, TunedCell | None]] = [
         (HELD_OUT, cell.size, cell) for cell in cells if cell.is_held_out
@@ -84,7 +86,7 @@ def fit_tuned_file(
     for size in sizes:
         targets.append((PREDICTED, size, _find_cell(cells, size)))
     for path in tables:
-        others, more_dropped = read_tuned_runs(path, columns)
+        others, more_dropped = read(path)
         num_dropped += more_dropped
         targets += [(PREDICTED, cell.size, cell) for cell in others]
     progress.show("surface")
@@ -309,9 +311,9 @@ def _best_pairs(document: Mapping[str, Any]) -> list[Sheet]:
         (
             x["size"],
             f"{x['rate']:.3g}",
-            f"{x['rate_low']:.3g} to {x['rate_high']:.3g}",
+            _range(x["rate_low"], x["rate_high"], ".3g"),
             f"{x['batch']:.0f}",
-            f"{x['batch_low']:.0f} to {x['batch_high']:.0f}",
+            _range(x["batch_low"], x["batch_high"], ".0f"),
             "-" if x["loss"] is None else f"{x['loss']:.4f}",
         )
         for x in predictions
@@ -336,6 +338,13 @@ def _best_pairs(document: Mapping[str, Any]) -> list[Sheet]:
         note = "Learning rate and batch size of measured pairs."
         sheets.append(Sheet("measured pairs", heads, rows, note))
     return sheets
+
+
+def _range(low: float | None, high: float | None, style: str) -> str:
+    """Returns an interval as text; "unknown" if it is infinite."""
+    if low is None or high is None:
+        return "unknown"
+    return f"{low:{style}} to {high:{style}}"
 
 
 def _pair(values: Mapping[str, float], rate: str, batch: str) -> str:

@@ -89,6 +89,10 @@ class SweepOptions:
     max_seconds: Annotated[float, describe_default("no limit", MAX_SECONDS)] = math.inf
     keep_models: bool = False
     """Keep the trained models."""
+    check_coordinates: bool = False
+    """Train no sweep, but its first model at four widths for a few steps, standard and
+    by maximal update (mup): the status is 1 if the changes of mup's activations depend
+    on the width."""
     print_config: bool = False
     """Print the config as JSON, to be edited and passed as CONFIG; train no model. A
     model may be the path of a Hugging Face config.json."""
@@ -213,7 +217,7 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
             score = score_stream(
                 result.params,
                 corpus.held_out,
-                model=config.model,
+                model=config.scaled_model,
                 seq_len=config.seq_len,
                 num_windows=NUM_EVAL_WINDOWS,
             )
@@ -239,13 +243,14 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
 
 def _save(config: TrainConfig, folder: Path, params: Params) -> Path | None:
     """Writes a folder for the engine; returns None for unsupported architectures."""
-    if not isinstance(config.model, ModelConfig):
+    model = config.scaled_model
+    if not isinstance(model, ModelConfig):
         return None
     tokenizer = None
     if isinstance(config.corpus, CorpusConfig):
-        tokenizer = ByteTokenizer(config.model.vocab_size)
+        tokenizer = ByteTokenizer(model.vocab_size)
     try:
-        save_model(folder, config.model, params, tokenizer=tokenizer, overwrite=True)
+        save_model(folder, model, params, tokenizer=tokenizer, overwrite=True)
     except OSError as error:
         raise ValueError(
             f"{folder}: cannot be written: {error.strerror or error}; the run is kept: "
@@ -274,6 +279,11 @@ def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
     if options.print_config:
         return _printed(config)
     out = options.out or Path("runs") / f"sweep-{Path(name).stem}"
+    if options.check_coordinates:
+        # matplotlib takes a second to import.
+        from scaling.cli.train.coordinates import check_coordinates
+
+        return check_coordinates(config, out, options.max_seconds)
 
     def last_words() -> str:
         return f"interrupted at once; the runs that ended are in {out}"
@@ -299,8 +309,16 @@ def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
 
 
 def _sheets(document: Mapping[str, object], records: list[RecordRow]) -> list[Sheet]:
-    """Returns counts, and a row for each cell with its best run."""
+    """Returns counts, and a row for each cell with its best run.
+
+    Batch, weight decay and schedule have columns if they differ between runs.
+    """
     counts = [(name, format_number(value)) for name, value in document.items()]
+    axes = [
+        name
+        for name in ("batch_tokens", "weight_decay", "schedule")
+        if len({record.get(name) for record in records}) > 1
+    ]
     rows = []
     for cell in dict.fromkeys(record["cell"] for record in records):
         selected = [r for r in records if r["cell"] == cell]
@@ -312,11 +330,16 @@ def _sheets(document: Mapping[str, object], records: list[RecordRow]) -> list[Sh
                 f"{best['num_params']:,}",
                 f"{best['num_tokens']:,}",
                 f"{best['flops']:.3g}",
+                *(str(best.get(name)) for name in axes),
                 f"{best['learning_rate']:.3g}",
                 format_best_loss(selected),
                 f"{len(selected)}",
             )
         )
     rows.sort(key=lambda row: (int(row[0]), float(row[3])))
-    heads = ("width", "parameters", "tokens", "FLOP", "best rate", "loss", "runs")
+    heads = (
+        *("width", "parameters", "tokens", "FLOP"),
+        *(name.replace("_", " ") for name in axes),
+        *("best rate", "loss", "runs"),
+    )
     return [Sheet("sweep", ("", ""), counts[1:]), Sheet("cells", heads, rows)]

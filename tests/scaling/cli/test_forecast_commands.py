@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,16 @@ def test_held_out_runs_are_scored_and_sizes_predicted(task_fits: TaskFits) -> No
     assert titles[:3] == ["downstream", "rehearsals", "errors"]
     # Tables of the last four runs, here of the file; all rows are in predictions.csv.
     assert titles[3:-1] == [f"1600M-{x}xC, predicted" for x in (0.5, 1, 5, 10)]
+
+
+def test_an_infinite_interval_is_unknown(rate_fits: RateBatchFits) -> None:
+    document = json.loads(rate_fits.document)
+    (*_, last) = document["predictions"]
+    last |= {"rate_low": 0.0, "rate_high": None, "batch_low": 0.0, "batch_high": None}
+    sheets = hyperparameters.summary(RateBatchFits(document=json.dumps(document)))
+    (pairs,) = (x for x in sheets if isinstance(x, Sheet) and x.title == "best pairs")
+    assert [row[2] for row in pairs.rows].count("unknown") == 1
+    assert pairs.rows[-1][4] == "unknown"
 
 
 def test_cells_are_scored_beside_baselines(rate_fits: RateBatchFits) -> None:

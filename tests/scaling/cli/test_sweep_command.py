@@ -4,14 +4,17 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxkv.models import read_config
 from jaxkv.report import config_dumps, config_loads
+from scaling.cli.train import coordinates
 from scaling.fits import from_json
-from scaling.sweeps import SWEEPS, TRAININGS, SweepConfig
+from scaling.sweeps import SWEEPS, TRAININGS, CoordinateCheck, SweepConfig
 from scaling.sweeps import progress as sweep_progress
 from scaling.training import TrainConfig
+from tests.support import figures
 from tests.support.commands import Command, assert_refused, document
 from tests.support.folders import GOLDEN, RECORDS
 
@@ -119,6 +122,43 @@ def test_bad_input_is_one_line(command: str, jaxkv: Command) -> None:
         ("smoke --max-seconds 0", "--max-seconds 0: must be above 0"),
     ]:
         assert_refused(jaxkv, f"{command} {args}", message)
+
+
+def test_the_coordinate_check_has_a_status_and_a_figure(
+    jaxkv: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mup_slope = 0.2
+
+    def measure(config, corpus, parametrization, *, models, progress):
+        widths = tuple(model.hidden_size for model in models)
+        places = ("embedding", *(f"layer {i}" for i in range(1, 9)), "logits")
+        slopes = np.full(len(places), 0.0)
+        slopes[3] = mup_slope if parametrization == "mup" else 1.0
+        change = 0.1 * np.array(widths)[:, None] ** slopes * 1.2 ** np.arange(10)
+        return CoordinateCheck(parametrization, widths, places, change, slopes)
+
+    monkeypatch.setattr(coordinates, "measure_coordinates", measure)
+    monkeypatch.setattr(coordinates, "open_on_device", lambda corpus: None)
+    args = ("sweep", "smoke", "--check-coordinates", "--out", "run")
+    status, out, _ = jaxkv(*args)
+    assert status == 1
+    assert "+1.00" in out
+    saved = json.loads(Path("run/coordinates.json").read_text())
+    assert saved["passes"] is False
+    assert [x["parametrization"] for x in saved["checks"]] == ["mup", "standard"]
+    kinds = ("png", "svg")
+    saved_figure = {
+        f"figure.{x}": Path(f"run/coordinates.{x}").read_bytes() for x in kinds
+    }
+    mup_slope = -0.1
+    config = SWEEPS["smoke"]
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinates, "render_figure", lambda *_, **__: saved_figure)
+        assert coordinates.check_coordinates(config, Path("run"), 1e9).status == 0
+    sheet = figures.draw_sheet(
+        lambda: coordinates.check_coordinates(config, Path("run"), 1e9), monkeypatch
+    )
+    assert figures.faults(sheet) == []
 
 
 def test_an_unknown_executor_lists_the_known_ones(jaxkv: Command) -> None:

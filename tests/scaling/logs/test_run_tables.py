@@ -1,5 +1,6 @@
 """Tables of tasks and of tuned runs: sizes from names, columns, rejected rows."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,34 @@ def test_tuned_runs_are_cells_and_diverged_ones_are_left_out(tmp_path: Path) -> 
         read_tuned_runs(write(tmp_path, "N,D,lr,bs,loss\n1,1,1,0,1\n"))
     with refused("no run has a loss in column 'loss'"):
         read_tuned_runs(write(tmp_path, "N,D,lr,bs,loss\n1,1,1,1,\n"))
+
+
+def test_the_folder_of_a_sweep_is_a_table_of_tuned_runs(tmp_path: Path) -> None:
+    runs = [
+        sweep_run("wsd", 0.001, 512, 2.5),
+        sweep_run("wsd", 0.002, 1024, 2.4),
+        sweep_run("cosine", 0.002, 1024, 2.45),
+        sweep_run("wsd", 0.9, 1024, None),
+    ]
+    (tmp_path / "runs.jsonl").write_text("\n".join(map(json.dumps, runs)) + "\n")
+    (cell,), num_dropped = read_tuned_runs(tmp_path, where="schedule == 'wsd'")
+    assert num_dropped == 1
+    assert cell.size == (1e6, 2e7)
+    assert cell.batch.tolist() == [512, 1024]
+    assert cell.loss.tolist() == [2.5, 2.4]
+    with refused("--where schedule == 'wds': selects no row"):
+        read_tuned_runs(tmp_path, where="schedule == 'wds'")
+
+
+def sweep_run(
+    schedule: str, rate: float, batch: int, loss: float | None
+) -> dict[str, object]:
+    return {
+        "num_params": 2_000_000,
+        "num_params_active": 1_000_000,
+        "num_tokens": 20_000_000,
+        "loss": loss,
+        "schedule": schedule,
+        "learning_rate": rate,
+        "batch_tokens": batch,
+    }

@@ -1,8 +1,10 @@
 """Sweeps: every run once, bit-identical after interruptions, with logs to fit."""
 
 import dataclasses
+import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -95,13 +97,95 @@ def test_a_branch_equals_the_separate_run(
         assert losses(full_sweep.log)[run_id] == loss
 
 
+@pytest.mark.parametrize(
+    ("schedule", "run_id", "cell_id"),
+    [
+        ("wsd", "0b7d7f77c934ac02", "6031b36779bbeaff"),
+        ("stable", "0b7d7f77c934ac02", "6031b36779bbeaff"),
+        ("cosine", "205b95f9337a4eb4", "68fc969ea0b9622e"),
+    ],
+)
+def test_run_names_do_not_change(config, schedule, run_id, cell_id) -> None:
+    plain = dataclasses.replace(config, schedule=schedule)
+    run = grid.train_config(plain, Cell(model(8), 20), Lane(1e-2, 0))
+    names = (grid.run_id(plain, run, "text"), grid.cell_id(plain, run, "text"))
+    assert names == (run_id, cell_id)
+
+
+AXES: dict[str, Any] = {
+    "models": (model(8),),
+    "learning_rates": (2e-2,),
+    "max_extensions": 0,
+    "batch_sizes": (2, 4),
+    "weight_decays": (0.0, 0.1),
+    "schedules": ("wsd", "constant"),
+    "num_tokens": (32 * 19, 32 * 40),
+}
+
+
+def test_batches_have_equal_tokens(config) -> None:
+    axes = dataclasses.replace(config, **AXES)
+    settings = {*itertools.product((2, 4), (0.0, 0.1), ("wsd", "constant"))}
+    # 19 steps of 2 windows become 20, so that 10 of 4 windows have as many tokens.
+    assert {(steps, setting) for _, steps, setting in grid.list_cells(axes)} == {
+        (steps * 2 // setting[0], setting)
+        for steps, setting in itertools.product((20, 40), settings)
+    }
+    groups = planning.next_groups(axes, {}, "text")
+    assert [group.setting for group in groups] == [*axes.settings]
+    # A constant run is the beginning of every longer one.
+    steps = {grid.group_steps(axes, group) for group in groups[:2]}
+    assert steps == {40 - 16 + 16 + 8, 40}
+
+
+@pytest.mark.thorough
+def test_axes_make_the_runs_of_separate_sweeps(config, tmp_path) -> None:
+    axes = dataclasses.replace(config, **AXES)
+    plain = dataclasses.replace(axes, batch_sizes=(), weight_decays=(), schedules=())
+    out = tmp_path / "axes"
+    assert run_sweep(axes, out, progress=Stopping(13)).is_stopped
+    assert [*(out / "paused").iterdir()]
+    records = run_sweep(axes, out).records
+    assert len(records) == 2 * 2 * 2 * 2
+    assert {x["num_tokens"] for x in records} == {32 * 20, 32 * 40}
+    settings = {(x["batch_tokens"], x["weight_decay"], x["schedule"]) for x in records}
+    assert settings == {*itertools.product((32, 64), (0.0, 0.1), ("wsd", "constant"))}
+    assert {x["schedule"] for x in records if x["decayed"]} == {"wsd"}
+    for setting in axes.settings[:2] + axes.settings[-1:]:
+        decay = setting.weight_decay
+        single = dataclasses.replace(
+            plain,
+            batch_size=setting.batch_size,
+            optimizer=dataclasses.replace(plain.optimizer, weight_decay=decay),
+            schedule=setting.schedule,
+        )
+        # One length: no branch, and no shorter constant run on the way.
+        single = dataclasses.replace(single, num_tokens=(32 * 40,))
+        separate = losses(run_sweep(single, tmp_path / "_".join(map(str, setting))).log)
+        assert len(separate) == 1
+        assert separate.items() <= losses(out).items()
+
+
+def test_a_folder_with_the_earlier_name_of_wsd_continues(
+    full_sweep: SweepOutcome, config, tmp_path
+) -> None:
+    out = tmp_path / "earlier"
+    shutil.copytree(full_sweep.log, out)
+    text = (out / "sweep.json").read_text()
+    assert '"schedule": "wsd"' in text
+    text = text.replace('"schedule": "wsd"', '"schedule": "stable"')
+    (out / "sweep.json").write_text(text)
+    assert run_sweep(config, out).skipped == len(full_sweep.records)
+
+
 def test_cosines_of_two_lengths_share_the_warm_up(
     full_sweep: SweepOutcome, config, tmp_path
 ) -> None:
     cosine = dataclasses.replace(
         config, schedule="cosine", models=(model(8),), learning_rates=(2e-2,)
     )
-    assert grid.group_steps(cosine, (20, 40)) == 4 + 16 + 36
+    group = grid.RunGroup(model(8), (), (20, 40), cosine.settings[0])
+    assert grid.group_steps(cosine, group) == 4 + 16 + 36
     both = losses(run_sweep(cosine, tmp_path / "both").log)
     single = dataclasses.replace(cosine, num_tokens=cosine.num_tokens[1:])
     run_losses = losses(run_sweep(single, tmp_path / "single").log)
@@ -161,8 +245,9 @@ def test_partial_runs_are_resumed(small, tmp_path, monkeypatch, mode) -> None:
     assert calls > 1
     assert not (out / "paused").exists()
     # No repeated step, and the same bits.
-    ((low, high), lanes) = (20, 40), 2
-    assert sum(taken) == lanes * grid.group_steps(small, (low, high))
+    lanes = 2
+    group = grid.RunGroup(model(8), (), (20, 40), small.settings[0])
+    assert sum(taken) == lanes * grid.group_steps(small, group)
     assert losses(out) == losses(unbroken.log)
     for name in ("runs.jsonl", "curves.jsonl"):
         taken_up, unbroken_rows = (
@@ -226,6 +311,17 @@ def test_a_folder_is_of_one_recipe_and_one_process(full_sweep, config) -> None:
     with pytest.raises(ValueError, match=f"process {os.getpid()} is writing here"):
         run_sweep(config, full_sweep.log)
     folder.close()
+
+
+@pytest.mark.thorough
+def test_runs_side_by_side_are_one_program(small) -> None:
+    corpus = open_on_device(small.corpus)
+    runs = [grid.train_config(small, Cell(model(8), 20), Lane(x, 0)) for x in (1, 2)]
+    call = branching._call(runs, corpus, True)
+    lanes = branching.init_runs(runs, True)
+    state, info = call(lanes.state, branching._schedules(runs, True), jnp.int32(1))
+    assert state.step.tolist() == [1, 1]
+    assert info.loss[0] == info.loss[1]  # before the first update
 
 
 @pytest.mark.slow
@@ -303,6 +399,11 @@ def test_budgets_become_steps(config) -> None:
         ({"seq_len": 17}, r"seq_len=17 must be at most model.max_positions=16"),
         ({"batch_size": 1000}, "batch_size=1000 windows of .*=16 tokens is more than"),
         ({"seeds": (1, 1)}, "different"),
+        ({"batch_sizes": (2, 3)}, r"batch_sizes=\(2, 3\) must divide the largest one"),
+        ({"batch_sizes": (4, 2)}, "must be ascending, from 1"),
+        ({"weight_decays": (-1.0,)}, "must be ascending, from 0"),
+        ({"schedules": ("wsd", "wsd")}, "schedules=.* must be different"),
+        ({"schedules": ("stable",)}, "'stable' is named 'wsd'"),
     ],
 )
 def test_invalid_grids_are_refused(config, change, message) -> None:
