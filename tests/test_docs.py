@@ -106,7 +106,7 @@ def test_notebooks_are_made_from_their_pages() -> None:
         assert len(outputs) == sum(x.language == "text" for x in blocks)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_prints_its_outputs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -96,7 +96,7 @@ def test_replayed_experts_have_the_shares_of_their_scores() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [LATE, pytest.param(engines.SINGLE, id="single", marks=pytest.mark.thorough)],
+    [LATE, pytest.param(engines.SINGLE, id="single", marks=pytest.mark.slow)],
 )
 def test_replay_of_the_routers_choice_changes_no_bit(config: ModelConfig) -> None:
     params = engines.params(config)
@@ -143,7 +143,11 @@ def test_replay_has_the_gradient_of_the_ordinary_forward_pass() -> None:
     ("dtype", "setup"),
     [
         ("bfloat16", setup_of("recompute")),
-        ("float32", setup_of("drafts")._replace(method="early-exit")),
+        pytest.param(
+            "float32",
+            setup_of("drafts")._replace(method="early-exit"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("float32", setup_of("swap"), marks=pytest.mark.slow),
         pytest.param("bfloat16", setup_of("small pages"), marks=pytest.mark.slow),
     ],
@@ -165,7 +169,7 @@ def test_recorded_routes_are_those_of_score(dtype: str, setup: EngineSetup) -> N
             np.testing.assert_array_equal(routes[routes >= 0], expected[routes >= 0])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_replay_takes_away_the_mismatch_in_routes() -> None:
     """Of a sampler in bfloat16, whose trainer has parameters in float32."""
     params = engines.params(EIGHT)
@@ -189,7 +193,7 @@ def test_replay_takes_away_the_mismatch_in_routes() -> None:
     assert replay.max() < 0.2 * plain.max()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}, {"expert": 2}])
 def test_devices_record_the_routes_of_one(tmp_path: Any, axes: dict[str, int]) -> None:
     config = dataclasses.replace(MIXTURE, family="mixtral", mlp_size=24)
@@ -207,7 +211,7 @@ def test_devices_record_the_routes_of_one(tmp_path: Any, axes: dict[str, int]) -
     np.testing.assert_array_equal(routes[routes >= 0], expected[routes >= 0])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_cancelled_answers_have_the_routes_of_their_tokens() -> None:
     params = engines.params(LATE)
     setup = setup_of("recompute", steps_per_call=4)

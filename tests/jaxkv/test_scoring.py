@@ -87,7 +87,9 @@ def test_score_has_the_same_bits_with_the_runs_of_an_engine(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("load", LOADS[1:])
+@pytest.mark.parametrize(
+    "load", [pytest.param(LOADS[1], marks=pytest.mark.slow), *LOADS[2:]]
+)
 def test_the_order_of_requests_changes_no_bit(load: str) -> None:
     params = params_of(DENSE)
     counts = count_different(shared_engine(), DENSE, params, load=load)

@@ -22,7 +22,7 @@ SLOW = {
     "counterfactual",
     *("deepseek", "disaggregation", "expert_parallel", "experts", "fit_coverage"),
     "forecasting",
-    *("flash_attention", "isoflop", "jacobi", "known_entropy", "kv_cache"),
+    *("flash_attention", "grpo", "isoflop", "jacobi", "known_entropy", "kv_cache"),
     *("learning_rate", "memory_waste", "page_tables", "preemption", "prefix_caching"),
     *(
         "policy_search",

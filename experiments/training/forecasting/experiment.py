@@ -279,7 +279,7 @@ def plot(axes: np.ndarray, result: list[lab.Row]) -> None:
         right,
         "Median error of the largest runs",
         "share of the compute [%]",
-        "error over that of all runs",
+        "error / error of all runs [1]",
     )
 
 

@@ -303,8 +303,10 @@ def _rewrite_lfm2(raw: RawConfig) -> RawConfig:
     full_layers = raw.pop("full_attn_idxs", None)
     if full_layers is None:
         full_layers = [*range(MAX_LAYERS)]
-    if not isinstance(full_layers, list):
-        raise ValueError(f"full_attn_idxs={shorten(full_layers)} must be a list")
+    is_list = isinstance(full_layers, list)
+    if not is_list or any(type(index) is not int for index in full_layers):
+        value = shorten(full_layers)
+        raise ValueError(f"full_attn_idxs={value} must be a list of numbers of layers")
     return _list_layers(_rename_conv(raw), full_layers)
 
 

@@ -53,7 +53,7 @@ def test_each_mismatch_changes_the_config_in_one_way() -> None:
     assert len({*configs.values(), policy}) == len(configs) + 1
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_smoke_run_has_equal_bits() -> None:
     result = smoke.run("grpo").result
     assert result.rewards.shape == result.passes.shape == (1, 2, 4)

@@ -116,7 +116,7 @@ def test_greedy_tokens_equal_whole_sequences() -> None:
     check_greedy(sized(2, prefix_cache=True, max_swap_pages=16), "swap")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "preemption"),
     [
@@ -208,7 +208,7 @@ def test_drafts_change_no_token(name: str) -> None:
     assert run.info.num_drafts.sum() > 100
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["model", pytest.param("int8", marks=pytest.mark.slow)]
 )

@@ -76,7 +76,7 @@ def test_answers_equal_whole_sequences_with_checkpoints_and_preemptions() -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
-    ["gdn", "single", "conv"]
+    ["gdn", pytest.param("single", marks=SLOW), "conv"]
     + [pytest.param(x, marks=SLOW) for x in ("mamba2", "kda")],
 )
 def test_swapped_groups_keep_their_states(kind: str) -> None:

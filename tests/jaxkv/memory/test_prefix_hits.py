@@ -274,7 +274,9 @@ def test_hits_in_a_chat_equal_the_model() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("chunk_size", [None, 50, 20])
+@pytest.mark.parametrize(
+    "chunk_size", [pytest.param(None, marks=pytest.mark.slow), 50, 20]
+)
 def test_concurrent_equal_prompts_equal_the_model(
     chunk_size: int | None,
 ) -> None:

@@ -114,7 +114,7 @@ SWAP = {
     "fields",
     [
         {},
-        pytest.param(SWAP, marks=pytest.mark.thorough),
+        pytest.param(SWAP, marks=pytest.mark.slow),
         pytest.param({"prefix_cache": False}, marks=pytest.mark.thorough),
     ],
 )
@@ -144,7 +144,7 @@ def test_requests_in_flight_continue_with_new_parameters(
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param("early-exit", marks=pytest.mark.thorough),
+        pytest.param("early-exit", marks=pytest.mark.slow),
         pytest.param("ngram", marks=pytest.mark.thorough),
     ],
 )

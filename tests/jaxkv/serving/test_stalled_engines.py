@@ -145,7 +145,7 @@ def test_a_sequence_lost_by_the_device_is_a_stall() -> None:
         list(engine.stream())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_preempting_a_part_of_a_request_is_an_error_or_changes_no_token() -> None:
     """Preempts the first or all other sequences of a request, once or always."""
     prompts = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]

@@ -233,6 +233,7 @@ def test_a_saved_state_continues_with_the_same_bits() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("full_optimization")  # bits of two programs
 def test_seeds_in_one_program_are_single_runs() -> None:
     starts = jax.tree.map(
         lambda *x: jnp.stack(x), *[start_policy(params(), seed) for seed in range(3)]
@@ -252,7 +253,11 @@ def test_seeds_in_one_program_are_single_runs() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("error", "policy"),
-    [("mismatch", "sampler"), ("logprob_noise", "sampler"), ("mismatch", "trainer")],
+    [
+        pytest.param("mismatch", "sampler", marks=pytest.mark.slow),
+        pytest.param("logprob_noise", "sampler", marks=pytest.mark.slow),
+        ("mismatch", "trainer"),
+    ],
 )
 def test_a_mismatch_is_measured(error: str, policy: str) -> None:
     """Ratios to a sampler with errors are clipped, those to the trainer are 1."""
