@@ -116,7 +116,7 @@ def test_replay_of_the_routers_choice_changes_no_bit(config: ModelConfig) -> Non
     assert np.argwhere(other != plain).tolist() == [[0, 11]]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_replay_has_the_gradient_of_the_ordinary_forward_pass() -> None:
     params = engines.params(LATE)
     rng = np.random.default_rng(1)

@@ -217,7 +217,7 @@ def test_score_under_temperature_and_cuts() -> None:
     np.testing.assert_allclose(np.exp(scores[1:]), law, rtol=1e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_engine_reports_the_law_that_it_draws_from() -> None:
     params = params_of(DENSE)
     engine = make_setup_engine(

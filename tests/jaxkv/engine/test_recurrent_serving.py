@@ -76,8 +76,10 @@ def test_answers_equal_whole_sequences_with_checkpoints_and_preemptions() -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
-    ["gdn", pytest.param("single", marks=SLOW), "conv"]
-    + [pytest.param(x, marks=SLOW) for x in ("mamba2", "kda")],
+    [
+        "conv",
+        *(pytest.param(x, marks=SLOW) for x in ("gdn", "single", "mamba2", "kda")),
+    ],
 )
 def test_swapped_groups_keep_their_states(kind: str) -> None:
     config = dataclasses.replace(CHECKPOINTED, max_swap_pages=16)
@@ -104,7 +106,7 @@ def test_rejected_drafts_leave_no_trace_in_the_state(cached: bool) -> None:
     assert 0 < accepted < drafted
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_beams_continue_from_the_states_of_their_parents() -> None:
     config = dataclasses.replace(
         CHECKPOINTED, num_pages=40, max_beams=3, max_logprobs=0, max_logit_rows=0
