@@ -344,10 +344,10 @@ def attend_per_run(
 ]:
     """Attends with one gather of pages for each run of rows of a slot; batch-invariant.
 
-    A run has so few rows that its queries of a KV head are `run_queries`, zeros
-    included that make their number a multiple of `QUERY_MULTIPLE`. Every product is
-    that of one run and one block of positions, whatever rows there are, so the bits of
-    a row do not depend on other rows. Rows and runs beyond the last cost no work.
+    A run has at most `run_queries` queries for each KV head, padded with zeros to a
+    multiple of `QUERY_MULTIPLE`. Every product is that of one run and one block of
+    positions, so the bits of a row do not depend on other rows. Rows and runs beyond
+    the last cost no work.
 
     Returns the output and the log-sum-exp.
     """

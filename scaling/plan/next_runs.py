@@ -3,9 +3,9 @@
 The resamples of a fit are draws of the law. Over them, the answer that is asked for (a
 loss at a target, the exponent of the optimum, the planned size) covaries with the
 losses of candidate runs. If both are normal, a run with noise s lowers the variance of
-the answer by `cov(answer, loss)^2 / (var(loss) + s^2)`, whatever its loss will be, and
-lowers the covariances of the remaining candidates likewise: several runs are chosen one
-after another without a refit.
+the answer by `cov(answer, loss)^2 / (var(loss) + s^2)`. The decrease does not depend on
+the loss that the run will have, and the covariances of the remaining candidates follow
+in the same way, so several runs are chosen one after another without a refit.
 
 Source: active selection of data for a point of interest, MacKay 1992, Neural
 Computation 4(4), with the covariance of resampled fits in place of the curvature's; the
@@ -41,8 +41,8 @@ def evidence_variance(
     """Returns the variance of runs as evidence about a target with more compute.
 
     A law that lacks a curve of the data misses the target by an error that grows in
-    proportion to ln(compute) (`fits.forecasts`), so that runs far below it say less
-    than their noise suggests: `noise (1 + ln(target / flops)^2)`.
+    proportion to ln(compute) (`fits.forecasts`), so that runs far below it are
+    weaker evidence than their noise suggests: `noise (1 + ln(target / flops)^2)`.
 
     Args:
       noise: variance of log losses around the law.

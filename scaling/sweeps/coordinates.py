@@ -1,4 +1,4 @@
-"""Coordinate check: activations should change alike at every width.
+"""Coordinate check: activations should change equally at every width.
 
 Source: Yang et al. 2022, arXiv:2203.03466, section D.1 and figure 5.
 """

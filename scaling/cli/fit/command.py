@@ -8,6 +8,7 @@ the log has whole training curves (`scaling.cli.curves`); with `--law downstream
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxkv import files
@@ -27,11 +28,7 @@ from scaling.cli.forecasts import (
     hyperparameter_experiment,
 )
 
-_SPECIAL_LAWS = {
-    DOWNSTREAM: (DownstreamConfig, downstream_experiment),
-    HYPERPARAMETERS: (HyperparameterConfig, hyperparameter_experiment),
-}
-"""Config and experiment of laws with logs of their own."""
+type _Config = FitConfig | CurveFitConfig | DownstreamConfig | HyperparameterConfig
 
 
 def main(args: list[str]) -> CommandOutput:
@@ -46,10 +43,8 @@ def main(args: list[str]) -> CommandOutput:
     law = value_of(flags, "--law") or ""
     if file is not None:
         law = law or str(files.read_json(file).get("law", ""))
-    kind = _SPECIAL_LAWS.get(law.strip(), (FitConfig,))[0]
-    if names_curve_laws(law):
-        kind = CurveFitConfig
-    base = kind(log=log)
+    kind = _config_type(law)
+    base: _Config = kind(log=log)
     if file is not None:
         base = config_loads(kind, files.read_text(file), file)
         base = dataclasses.replace(base, log=log or base.log)
@@ -64,21 +59,23 @@ def main(args: list[str]) -> CommandOutput:
     )
     if not config.log:
         raise ValueError("LOG is missing: a CSV, JSON, or the folder of a sweep")
-    if isinstance(config, CurveFitConfig):
-        experiment = curve_experiment(config.log)
-        return run_study(experiment, config, out, max_seconds).lift_metrics()
-    for kind, make_experiment in _SPECIAL_LAWS.values():
-        if isinstance(config, kind):
-            experiment = make_experiment(config.log)
-            return run_study(experiment, config, out, max_seconds).lift_metrics()
-    is_sweep = out is None and Path(config.log).is_dir()
+    is_sweep = kind is FitConfig and out is None and Path(config.log).is_dir()
     if is_sweep:
         out = Path(config.log) / "fit"
-    answer = run_study(fit_experiment(config.log), config, out, max_seconds)
+    experiment = _EXPERIMENTS[kind](config.log)
+    answer = run_study(experiment, config, out, max_seconds)
     if is_sweep and out is not None:  # where `plan --law SWEEP/fit.json` looks
         text = files.read_text(out / "fit.json")
         files.write_atomically(Path(config.log) / "fit.json", text)
     return answer.lift_metrics()
+
+
+def _config_type(law: str) -> type[_Config]:
+    """Returns the config of the laws that `--law` names."""
+    if names_curve_laws(law):
+        return CurveFitConfig
+    special = {DOWNSTREAM: DownstreamConfig, HYPERPARAMETERS: HyperparameterConfig}
+    return special.get(law.strip(), FitConfig)
 
 
 def fit_experiment(log: str) -> Experiment:
@@ -99,3 +96,11 @@ def fit_experiment(log: str) -> Experiment:
     )
     question = "Which loss do these runs predict for larger ones?"
     return Experiment("fit", question, (fits,))
+
+
+_EXPERIMENTS: Mapping[type[_Config], Callable[[str], Experiment]] = {
+    FitConfig: fit_experiment,
+    CurveFitConfig: curve_experiment,
+    DownstreamConfig: downstream_experiment,
+    HyperparameterConfig: hyperparameter_experiment,
+}

@@ -314,10 +314,10 @@ def test_a_folder_is_of_one_recipe_and_one_process(full_sweep, config) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("no_type_checks")
 def test_runs_side_by_side_are_one_program(small) -> None:
     corpus = open_on_device(small.corpus)
-    runs = [grid.train_config(small, Cell(model(8), 20), Lane(x, 0)) for x in (1, 2)]
+    cell = Cell(model(8), 20)
+    runs = [grid.train_config(small, cell, Lane(x, 0)) for x in (1.0, 2.0)]
     call = branching._call(runs, corpus, True)
     lanes = branching.init_runs(runs, True)
     state, info = call(lanes.state, branching._schedules(runs, True), jnp.int32(1))
