@@ -151,8 +151,10 @@ def _prediction_sheet(predictions: PredictedServers) -> Sheet:
         (name, *(row.get(x, "-") for x in shown))
         for name, row in list(rows.items())[:_PRINTED_SERVERS]
     ]
-    note = f"Medians and 90 % intervals of {len(cells)} of {len(rows)} servers"
-    note += " without measured values; prediction.json in the folder has all."
+    note = (
+        "Medians and 90 % intervals of the quantities without measured values, for "
+        f"{len(cells)} of {len(rows)} servers; prediction.json in the folder has all."
+    )
     return Sheet("predictions", heads, cells, note)
 
 
