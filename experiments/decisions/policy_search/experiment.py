@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -22,145 +22,35 @@ from scipy import stats
 
 from experiments import lab
 from experiments.decisions.policy_search import loads
+from experiments.decisions.policy_search.config import CONFIGS, Config
+from experiments.decisions.policy_search.hour_simulation import (
+    HourMetrics,
+    Rules,
+    Simulator,
+)
 from experiments.decisions.policy_search.loads import TRAFFICS, Hour, HourSplit
 from experiments.decisions.policy_search.optimizer import (
     CMASearch,
     Optimizer,
     RandomSearch,
 )
-from jaxkv import scheduling, simulation, validation
-from jaxkv.memory import LRU, MAX_RATE_MS, Eviction, LinearEviction, linear_eviction
-from jaxkv.scheduling import LinearScore, Policy, linear_score
-from jaxkv.simulation import Capacity, SimulationMember, pad_workload
+from experiments.decisions.policy_search.search_space import (
+    RULES,
+    point_of,
+    rules_of,
+)
+from jaxkv import scheduling, validation
+from jaxkv.memory import LRU, linear_eviction
+from jaxkv.scheduling import Policy, linear_score
 from jaxkv.verification import check_chains, verify_policy
-from jaxkv.workloads import Objectives, Workload, attainment, find_jobs
-from scaling import shapes
-from scaling.calibration import PRIOR, ServerSetup, draw_coefficients
-from scaling.costs import find_device
 
-MAX_LENGTH = 131072
 FOUND = "CMA-ES"
 RANDOM = "random search"
 BASE = "FCFS + LRU"
 ORACLE = "oracle of the remaining job"
 OLDEST = "oldest job"
-RIVALS = ("vLLM", "shortest remaining", "ageing", "earliest deadline", "fair share")
-"""Policies of the library that know no more than a server; with LRU."""
 SPLIT = Path(__file__).with_name("split.json")
 """Part and SHA-256 of each hour of the config `cpu`, committed before the search."""
-ADMISSION = ("new_tokens", "cached_tokens", "predicted_tokens", "priority", "younger")
-"""Searched features of waiting requests."""
-VICTIM = ("length", "younger")
-"""Searched features of running requests."""
-EVICTION = ("session_ms", "priority_ms", "page_ms")
-"""Searched rates of `LinearEviction`, and their values at a coordinate of 1."""
-EVICTION_UNIT_MS = (2000, 50, 20)
-RULES: tuple[dict[str, float], ...] = (
-    {},
-    {"new_tokens": 1.0},
-    {"new_tokens": 1.0, "session_ms": 1.0},
-    {"new_tokens": 1.0, "priority": -0.3},
-    {"new_tokens": 1.0, "cached_tokens": -0.2},
-    {"predicted_tokens": 1.0},
-    {"younger": 1.0},
-    {"younger": 1.0, "session_ms": 1.0},
-    {"cached_tokens": -1.0},
-    {"cached_tokens": -1.0, "page_ms": 1.0},
-    {"priority": 1.0},
-    {"priority": -1.0, "priority_ms": 1.0},
-)
-"""Rules of the first stage: first come; fewest new tokens, with the most attained job
-or the longest cached prefix or eviction of the youngest job first; shortest context;
-oldest job; longest cached prefix; least and most attained job."""
-
-
-class Config(lab.ConfigRecord):
-    """Traffic, server, objective and budget."""
-
-    traffics: tuple[str, ...] = tuple(TRAFFICS)
-    """Traffics of sessions, names of `loads.TRAFFICS`."""
-    jobs_per_s: lab.PositiveFloats = (0.8, 0.32, 0.32, 1.8)
-    """Rate of each traffic in sessions per second."""
-    num_jobs: lab.PositiveInt = 32
-    """Sessions of an hour: its length is that of their arrivals and answers."""
-    recorded: tuple[str, ...] = ("azure_conv", "azure_code")
-    """Recorded traces in the folder JAXKV_DATA; absent ones are skipped."""
-    recorded_per_s: lab.PositiveFloats = (1.4, 1.1)
-    """Rate of each recorded trace in requests per second."""
-    num_requests: lab.PositiveInt = 128
-    """Requests of a recorded hour."""
-    hours: lab.PositiveInts = (3, 2, 4)
-    """Hours of each traffic for training, validation and test."""
-    transfer: lab.PositiveFloat = 0.85
-    """Rate of the second test, relative to that of the search."""
-    model: str = "meta-llama/Llama-3.1-70B"
-    """Served model."""
-    device: str = "h100"
-    """Device."""
-    tensor_parallel: lab.PositiveInt = 4
-    """Devices that divide the model."""
-    max_num_seqs: lab.PositiveInt = 16
-    """Slots."""
-    num_pages: lab.PositiveInt = 6000
-    """Pages of the pool, of 16 tokens: some nine mean sessions."""
-    token_budget: lab.PositiveInt = 2048
-    """Largest number of tokens fed in a step."""
-    head: lab.PositiveInt = 32
-    """Waiting requests that a policy sees."""
-    population: lab.PositiveInt = 12
-    """Policies of a generation."""
-    generations: lab.PositiveInt = 40
-    """Generations of CMA-ES, and of random search."""
-    hours_per_generation: lab.PositiveInt = 1
-    """Train hours of each traffic in a generation; the next one takes the next ones."""
-    sigma: lab.PositiveFloat = 0.4
-    """First standard deviation of the weights, and that of random search."""
-    goodput_weight: lab.NonNegativeFloat = 0.2
-    """Weight of the loss of attainment in the objective."""
-    fairness_weight: lab.NonNegativeFloat = 0.1
-    """Weight of the logarithm of the longest job's time in the objective."""
-    first_token_s: lab.PositiveFloat = 2.0
-    """Objective of the time to first token."""
-    per_token_s: lab.PositiveFloat = 0.05
-    """Objective of the time per output token."""
-    rivals: Annotated[tuple[str, ...], lab.Choices(RIVALS)] = RIVALS
-    """Policies of the library, in addition to `FCFS + LRU` and the oracle."""
-    verified_loads: lab.PositiveInt = 3
-    """Random loads on which the engine serves the winner."""
-    seed: lab.NonNegativeInt = 0
-    """Seed of both searches."""
-
-    def __post_init__(self) -> None:
-        """Validates the fields."""
-        super().__post_init__()
-        for name, names, rates in (
-            ("traffics", self.traffics, self.jobs_per_s),
-            ("recorded", self.recorded, self.recorded_per_s),
-        ):
-            if len(rates) < len(names):
-                raise ValueError(f"{name}={names} must have a rate each, not {rates}")
-        for traffic in self.traffics:
-            validation.choice("traffics", traffic, tuple(TRAFFICS))
-        if not self.traffics:
-            raise ValueError("traffics=() must have at least one traffic")
-        if len(self.hours) != 3:
-            raise ValueError(f"hours={self.hours} must be three numbers")
-
-
-CONFIGS = {
-    "smoke": Config(
-        traffics=("short",),
-        recorded=(),
-        num_jobs=4,
-        hours=(1, 1, 1),
-        population=4,
-        generations=2,
-        rivals=("vLLM",),
-        verified_loads=1,
-    ),
-    "cpu": Config(),
-    "quick": Config(generations=12, verified_loads=2),
-}
 
 
 class HourTable(lab.ResultTable):
@@ -221,141 +111,6 @@ class Result(lab.ResultRecord):
     num_faults: int = lab.column("failed checks of the winners in the engine")
     simulated_hours: float = lab.column("simulated hours of both searches")
     hours_per_minute: float = lab.column("simulated hours per minute of the searches")
-
-
-class HourMetrics(NamedTuple):
-    """Metrics of policies on an hour."""
-
-    job_p90_s: Float[np.ndarray, " policies"]
-    job_max_s: Float[np.ndarray, " policies"]
-    attained_share: Float[np.ndarray, " policies"]
-
-
-type Rules = tuple[Policy, Eviction]
-"""A policy and a rule of eviction."""
-
-
-class Simulator:
-    """Simulates rules on hours, in calls of equal size that share a program."""
-
-    def __init__(self, config: Config, progress: lab.Progress) -> None:
-        """Resolves the server."""
-        self.config = config
-        self._progress = progress
-        setup = ServerSetup(
-            model=shapes.describe_checkpoint(config.model),
-            device=find_device(config.device),
-            tensor_parallel=config.tensor_parallel,
-            max_model_len=MAX_LENGTH,
-            max_num_batched_tokens=config.token_budget,
-            max_num_seqs=config.max_num_seqs,
-        )
-        self._cost = setup.cost(draw_coefficients(np.zeros(len(PRIOR))))
-        self._capacity = Capacity.of(
-            num_pages=config.num_pages,
-            max_length=MAX_LENGTH,
-            token_budget=config.token_budget,
-        )
-        self.simulated_s = 0.0
-
-    def run(
-        self, rules: Sequence[Rules], hours: Sequence[Hour], *, is_oracle: bool = False
-    ) -> list[HourMetrics]:
-        """Returns the metrics of all rules on each hour."""
-        config = self.config
-        members = [
-            SimulationMember(
-                workload=_padded(hour.with_oracle() if is_oracle else hour.workload),
-                capacity=self._capacity,
-                policy=policy,
-                cost=self._cost,
-                eviction=eviction,
-            )
-            for hour in hours
-            for policy, eviction in rules
-        ]
-        num = len(members)
-        size = config.population * config.hours_per_generation * len(config.traffics)
-        size = min(size, num)
-        members += members[-1:] * (-num % size)  # the last call repeats its last one
-        calls = [
-            simulation.simulate(
-                simulation.stack(members[i : i + size]),
-                max_slots=config.max_num_seqs,
-                head=config.head,
-                steps_per_call=256,
-                progress=self._progress,
-            )
-            for i in range(0, num, size)
-        ]
-        objectives = Objectives(config.first_token_s, config.per_token_s)
-        end_s = np.concatenate([x.end_s for x in calls])[:num]
-        self.simulated_s += float(end_s.sum())
-        results = []
-        for at, hour in enumerate(hours):
-            rows = range(at * len(rules), (at + 1) * len(rules))
-            times = [calls[row // size].arrival_s[row % size] for row in rows]
-            first = [calls[row // size].first_s[row % size] for row in rows]
-            finish = [calls[row // size].finish_s[row % size] for row in rows]
-            arrival_s, first_s, finish_s = (
-                np.array([x[: hour.job.size] for x in column])
-                for column in (times, first, finish)
-            )
-            latency_s = find_jobs(arrival_s, finish_s, hour.job).latency_s
-            output = np.asarray(hour.workload.output)
-            results.append(
-                HourMetrics(
-                    np.percentile(latency_s, 90, axis=1),
-                    latency_s.max(axis=1),
-                    attainment(arrival_s, first_s, finish_s, output, objectives),
-                )
-            )
-        return results
-
-
-def _padded(workload: Workload) -> Workload:
-    """Pads a workload to powers of 2, so that hours share programs."""
-    d = workload.dependencies
-    chains = workload.chains
-    assert d is not None
-    assert chains is not None
-    num, lanes, num_chains = (
-        max(low, 1 << (x.shape[0] - 1).bit_length())
-        for x, low in ((workload.prompt, 128), (d.lane_start, 32), (chains.first, 32))
-    )
-    return pad_workload(workload, num, (1, 1, lanes), num_chains)
-
-
-POINT_SIZE = len(ADMISSION) + len(VICTIM) + 3 + len(EVICTION)
-"""Coordinates of a point of the search."""
-
-
-def rules_of(point: Float[np.ndarray, " size"]) -> tuple[LinearScore, LinearEviction]:
-    """Returns the rules of a point; those of the origin are FCFS with ageing and LRU.
-
-    The coordinates are the weights of `ADMISSION` and `VICTIM`; logarithms of ageing
-    and of the chunk size; the watermark; and the rates of eviction.
-    """
-    weights = np.clip(point, -9.99, 9.99).tolist()
-    end = len(ADMISSION)
-    start = len(ADMISSION) + len(VICTIM)
-    age, chunk, watermark = weights[start : start + 3]
-    rates = np.multiply(weights[start + 3 :], EVICTION_UNIT_MS)
-    rates = np.clip(np.round(rates), -MAX_RATE_MS, MAX_RATE_MS).astype(int).tolist()
-    policy = linear_score(
-        admission=dict(zip(ADMISSION, weights[:end], strict=True)),
-        victim=dict(zip(VICTIM, weights[end:start], strict=True)),
-        age_per_s=float(np.clip(0.01 * 10.0 ** (0.7 * age), 0.01, 9.99)),
-        chunk_size=int(np.clip(2.0 ** (11 + chunk), 64, 2048)),
-        watermark=int(np.clip(50 * watermark, 0, 1000)),
-    )
-    return policy, linear_eviction(**dict(zip(EVICTION, rates, strict=True)))
-
-
-def point_of(rule: dict[str, float]) -> Float[np.ndarray, " size"]:
-    """Returns the point of a rule of `RULES`, with little ageing and whole chunks."""
-    names = (*ADMISSION, *[""] * (len(VICTIM) + 3), *EVICTION)
-    return np.array([rule.get(name, 0.0) for name in names])
 
 
 def search_objective(

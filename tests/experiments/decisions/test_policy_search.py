@@ -8,8 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from experiments.decisions.policy_search import experiment, loads
-from experiments.decisions.policy_search.experiment import Config, HourMetrics
+from experiments.decisions.policy_search import experiment, loads, search_space
+from experiments.decisions.policy_search.config import Config
+from experiments.decisions.policy_search.hour_simulation import HourMetrics
 from experiments.decisions.policy_search.loads import Hour, HourSplit
 from experiments.decisions.policy_search.optimizer import CMASearch, RandomSearch
 from jaxkv.scheduling import (
@@ -102,15 +103,15 @@ def test_the_objective_is_zero_for_the_base_and_weights_its_terms() -> None:
 
 
 def test_points_are_rules() -> None:
-    plain, lru = experiment.rules_of(np.zeros(experiment.POINT_SIZE))
+    plain, lru = search_space.rules_of(np.zeros(search_space.POINT_SIZE))
     assert not plain.admission.any()
     assert (int(plain.age_per_s), int(plain.chunk_size)) == (1, 2048)
     assert [int(x) for x in lru] == [100, 0, 0, 0]
-    far, evicts = experiment.rules_of(np.full(experiment.POINT_SIZE, 50.0))
+    far, evicts = search_space.rules_of(np.full(search_space.POINT_SIZE, 50.0))
     assert (int(far.age_per_s), int(far.chunk_size)) == (999, 2048)
     assert [int(x) for x in evicts] == [100, 10_000, 500, 200]
     rule = {"younger": 1.0, "session_ms": 1.0}
-    oldest, young = experiment.rules_of(experiment.point_of(rule))
+    oldest, young = search_space.rules_of(search_space.point_of(rule))
     same = linear_score(admission={"younger": 1.0}, age_per_s=0.01, chunk_size=2048)
     for ours, theirs in zip(oldest, same, strict=True):
         np.testing.assert_array_equal(ours, theirs)
