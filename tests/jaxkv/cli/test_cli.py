@@ -280,9 +280,8 @@ def test_help_fits_a_screen_and_help_all_has_every_option(
         fields = (field.name for field in dataclasses.fields(FitConfig))
         fitted = {f"--{field.replace('_', '-')}" for field in fields}
         assert options == fitted | {"-h", "--out", "--config", "--max-seconds"}
-        for part in ("--loss-kind {huber,lad,mse}", "(default: 0.001)"):
-            assert part in full[1]
-            assert part not in short[1]
+        assert "--loss-kind {huber,lad,mse}" in full[1]
+        assert "--loss-kind  " in short[1]
 
 
 @pytest.mark.parametrize(

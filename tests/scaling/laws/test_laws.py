@@ -89,3 +89,21 @@ def test_refusals() -> None:
 
 def test_every_law_names_its_source() -> None:
     assert all(law.source and law.formula for law in LAWS.values())
+
+
+@pytest.mark.parametrize("name", [x for x in LAWS if LAWS[x].same_as])
+def test_a_law_of_the_same_curves_has_equal_powers(name: str) -> None:
+    law = LAWS[name]
+    other = LAWS[law.same_as]
+    assert not other.same_as
+    values = dict(zip(law.coefficients, EXAMPLES[name], strict=True))
+    assert law.two_powers is not None
+    powers = law.two_powers(values)
+    example = {"A": powers.A, "B": powers.B, "E": powers.floor}
+    example |= {"alpha": powers.alpha, "beta": powers.beta}
+    translated = [float(np.asarray(example[x])) for x in other.coefficients]
+    np.testing.assert_allclose(
+        plainly(law.same_as, translated, COLUMNS),
+        plainly(name, EXAMPLES[name], COLUMNS),
+        rtol=1e-12,
+    )
