@@ -7,7 +7,7 @@ alone: a stopped sequence continues, and trains the same runs as one that was no
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxkv import validation
 from jaxkv.progress import QUIET, Progress
@@ -37,6 +37,7 @@ type ChooseCandidate = Callable[[Sequence[SweepCandidate], float], int | None]
 """Candidates within the budget, the remaining budget -> index of the next."""
 
 
+@runtime_checkable
 class TrainSweep(Protocol):
     """Trains the missing runs of a sweep in its folder, as `run_sweep` does."""
 
