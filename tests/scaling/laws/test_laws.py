@@ -9,7 +9,7 @@ import pytest
 
 from scaling import fits
 from scaling.laws import CHINCHILLA, LAWS, compute_optimum, find_law, optimal_exponents
-from tests.support import traces
+from tests.support.folders import ROOT
 from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
 
@@ -114,8 +114,12 @@ def test_a_law_of_the_same_curves_has_equal_powers(name: str) -> None:
 
 
 def read_repetition() -> tuple[dict[str, np.ndarray], list[str]]:
-    """Returns the columns and names of the runs of Muennighoff et al. 2023."""
-    with traces.find("losses2026/repetition.csv").open() as file:
+    """Returns the columns and names of the runs of Muennighoff et al. 2023.
+
+    Source: huggingface/datablations (Apache 2.0), `utils/parametric_fit.ipynb`, without
+    a row whose name is misread; equal names are seeds.
+    """
+    with (ROOT / "tests/golden/repetition.csv").open() as file:
         rows = list(csv.DictReader(file))
     names = {
         "num_params": "params",
