@@ -11,10 +11,12 @@ from jaxkv.arrays import ArrayOrShape
 from jaxkv.models import (
     Forward,
     ModelConfig,
+    adapted_products,
     add_transposed_weights,
     drop_transposed_weights,
     has_transposed_weights,
     is_stacked,
+    join_adapters,
     unstack_layers,
 )
 from jaxkv.parallel import stack_sharded_layers
@@ -65,6 +67,8 @@ def _convert(
     if _is_alike(old, new) or not isinstance(config, ModelConfig):
         return _place(old, new)
 
+    if adapted_products(old) and not adapted_products(new):
+        new = join_adapters(new, unstack_layers(config, old))
     stacked = is_stacked(old)
     with_copies = has_transposed_weights(old)
     loaded = drop_transposed_weights(old)
