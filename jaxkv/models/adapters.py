@@ -195,18 +195,20 @@ def _check_settings(raw: dict[str, Any]) -> dict[str, Any]:
     if not targets or not isinstance(targets, str | list):
         text = validation.format_value(targets)
         raise ValueError(f"target_modules={text} must be a list of names or a pattern")
-    validation.integer("r", raw.get("r"), low=1)
+    _check_rank("r", raw.get("r"))
     _check_alpha("lora_alpha", raw.get("lora_alpha"))
-    for key, check in (
-        ("rank_pattern", validation.integer),
-        ("alpha_pattern", _check_alpha),
-    ):
+    checks = {"rank_pattern": _check_rank, "alpha_pattern": _check_alpha}
+    for key, check in checks.items():
         pattern = raw.get(key) or {}
         validation.instance(key, pattern, dict)
         for name, value in pattern.items():
             check(f"{key}[{name!r}]", value)
     validation.boolean("use_rslora", raw.get("use_rslora") or False)
     return raw
+
+
+def _check_rank(name: str, value: object) -> int:
+    return validation.integer(name, value, low=1)
 
 
 def _check_alpha(name: str, value: object) -> float:
