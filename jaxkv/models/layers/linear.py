@@ -253,10 +253,11 @@ class Linear(nnx.Module):
 
     After `add_adapters` it has the low-rank factors of adapters (LoRA), whose product
     is added to the weight in the rows of an adapter: `lora_a`, `[adapters, ranks, in]`,
-    and `lora_b`, `[*outputs, adapters, ranks]`. All adapters are multiplied by all
-    rows, and the factors of other adapters are masked between the two products: the
-    time of gathering factors by row is 2 to 8 times as long from 32 rows on, and equal
-    below. A row has the same bits for any adapters of the other rows.
+    and `lora_b`, `[*outputs, adapters, ranks]`. All rows are multiplied by the factors
+    of all adapters, and the results of other adapters are masked between the two
+    products. On a CPU gathering the factors of each row takes 2 to 8 times as long from
+    32 rows on, and at least as long below. A row has the same bits for any adapters of
+    the other rows.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
 
