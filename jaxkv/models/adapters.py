@@ -35,15 +35,15 @@ from jaxkv.models.huggingface import (
 from jaxkv.models.interface import Params
 from jaxkv.models.param_forms import layer_form
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _PRODUCTS = {"qkv", "q", "out", "up", "down", "gate"} | {
     *("q_down", "q_up", "kv_down", "input_gate", "input_up"),
 }
 """Products of a layer that take adapters."""
-_READ = {
+_SETTINGS = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules"),
     *("exclude_modules", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
 }
@@ -134,15 +134,17 @@ def _adaptable_leaves(config: ModelConfig) -> list[Leaf]:
 
 def _load(folder: Path, config: ModelConfig) -> dict[tuple[str | int, ...], _Factors]:
     """Reads one adapter; returns its factors by the path of a parameter."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{folder}: has no {CONFIG}, as a folder of an adapter has")
-    with reporting_errors(path):
-        settings = _check_settings(read_json(path))
-    path = folder / WEIGHTS
+    path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise ValueError(
-            f"{folder}: has no {WEIGHTS}; pickled weights are never opened"
+            f"{folder}: has no {ADAPTER_CONFIG}, as a folder of an adapter has"
+        )
+    with reporting_errors(path):
+        settings = _check_settings(read_json(path))
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise ValueError(
+            f"{folder}: has no {ADAPTER_WEIGHTS}; pickled weights are never opened"
         )
     with reporting_errors(path, re.error):
         pairs = _pair_factors(read_tensors(path, np.dtype(np.float32)))
@@ -181,7 +183,7 @@ def _check_settings(raw: dict[str, Any]) -> dict[str, Any]:
     """
     validation.choice("peft_type", raw.get("peft_type"), ("LORA",))
     for name, value in raw.items():
-        if name not in _READ | _HARMLESS and value:
+        if name not in _SETTINGS | _HARMLESS and value:
             text = validation.format_value(value)
             raise ValueError(f"{name}={text} is not supported for adapters")
     validation.choice("bias", raw.get("bias", "none"), ("none",))

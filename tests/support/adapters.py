@@ -39,7 +39,7 @@ def save_adapter(
                 factors[f"{PREFIX}{module}.lora_{half}.weight"] = draw
     folder.mkdir(parents=True, exist_ok=True)
     save_file(factors, folder / WEIGHTS)
-    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    fields: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
     fields |= {"target_modules": [*targets], **settings}
     (folder / CONFIG).write_text(json.dumps(fields))
     return folder
