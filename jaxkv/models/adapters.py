@@ -286,7 +286,7 @@ def _join(
 
 
 def _setting(
-    settings: Mapping[str, Any], pattern: str, module: str, default: float
+    settings: Mapping[str, Any], pattern: str, module: str, default: int | float
 ) -> Any:
     """Returns the value of the first pattern that matches the end of a module's name.
 
