@@ -85,9 +85,9 @@ class Orientation:
     """
     layer_inputs: Float[Array, "layers _ _"] | None = None
     """Embeddings of the rows for each layer, see `ModelConfig.layer_input_size`."""
-    adapter: Int[Array, " rows"] | None = None
-    """Adapter of each row, from 1 on, see `Linear.add_adapters`; 0 for the model's
-    weights. None for the model's weights in all rows."""
+    adapter: Int[Array, " tile_rows"] | None = None
+    """Adapter of each row, of each row of the tile inside `map_tiles`, from 1 on, see
+    `Linear.add_adapters`; 0 for the model's weights. None for these in all rows."""
     axis: ClassVar[int] = -2
     """Axis of the features, counted from the end; the axis of heads precedes it."""
 
