@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from jaxkv.models.param_forms import (
         adapted_products,
         add_transposed_weights,
+        drop_adapters,
         drop_transposed_weights,
         has_transposed_weights,
         index_leaves,

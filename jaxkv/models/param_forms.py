@@ -185,7 +185,17 @@ def add_transposed_weights(params: Params) -> Params:
 
 def drop_transposed_weights(params: Params) -> Params:
     """Inverts `add_transposed_weights`; returns other parameters unchanged."""
+    return _without(params, ("transposed",))
+
+
+def drop_adapters(params: Params) -> Params:
+    """Inverts `join_adapters`; returns other parameters unchanged."""
+    return _without(params, ADAPTER_FACTORS)
+
+
+def _without(params: Params, dropped: Sequence[str]) -> Params:
+    """Returns the tree without the entries of some names."""
     if not isinstance(params, dict):
         return params
-    names = [name for name in params if name != "transposed"]
-    return {name: drop_transposed_weights(params[name]) for name in names}
+    names = [name for name in params if name not in dropped]
+    return {name: _without(params[name], dropped) for name in names}

@@ -13,6 +13,7 @@ from jaxkv.models import (
     ModelConfig,
     adapted_products,
     add_transposed_weights,
+    drop_adapters,
     drop_transposed_weights,
     has_transposed_weights,
     is_stacked,
@@ -67,13 +68,15 @@ def _convert(
     if _is_alike(old, new) or not isinstance(config, ModelConfig):
         return _place(old, new)
 
-    if adapted_products(old) and not adapted_products(new):
-        new = join_adapters(new, unstack_layers(config, old))
     stacked = is_stacked(old)
     with_copies = has_transposed_weights(old)
     loaded = drop_transposed_weights(old)
     if stacked:
         loaded = jax.eval_shape(functools.partial(unstack_layers, config), loaded)
+    has_other_form = jax.tree.structure(new) != jax.tree.structure(loaded)
+    if adapted_products(loaded) and has_other_form:
+        _check(drop_adapters(loaded), new)
+        new = join_adapters(new, unstack_layers(config, old))
     _check(loaded, new)
     if stacked:
         new = stack_sharded_layers(config, new, mesh)
