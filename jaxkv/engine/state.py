@@ -69,6 +69,7 @@ class EngineFields(TypedDict, total=False):
     state_interval: int
     num_checkpoints: int
     release_window_pages: bool
+    num_adapters: int
     seed: int
     debug: bool
 
@@ -144,6 +145,9 @@ class EngineConfig:
     record_routes: bool = False
     """True if answers report the experts of each token, for a mixture of experts. False
     compiles the step without them."""
+    num_adapters: int = 0
+    """LoRA adapters that a request may choose from, at most 255, stacked in the
+    parameters; 0 compiles the step without adapters. `Engine.load` sets it."""
     seed: int = 0
     """Random seed of requests without their own seed."""
     debug: bool = False
@@ -165,6 +169,7 @@ class EngineConfig:
             "num_checkpoints",
         )
         bounds = {
+            "num_adapters": (0, 256),
             "max_length": 2,
             "queue_head": (0, 512),
             "seed": (0, 2**64),
@@ -345,6 +350,8 @@ class Sequences(NamedTuple):
     """Prompt tokens found in the prefix cache."""
     num_swapped: Int32[Array, " sequences"]
     """Preemptions by swapping so far."""
+    adapter: Int32[Array, " sequences"] | None = None
+    """Adapter of the request, from 1 on, or 0; None in an engine without adapters."""
 
 
 class Search(NamedTuple):
@@ -559,4 +566,5 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
         attributes=RequestAttributes(*(zeros() for _ in RequestAttributes._fields)),
         num_cached=zeros(),
         num_swapped=zeros(),
+        adapter=zeros() if config.num_adapters else None,
     )

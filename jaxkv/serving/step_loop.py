@@ -97,6 +97,8 @@ class StepLoop:
         """The tokenizer; None without text."""
         self.eos_ids = tuple(parts.eos_ids or ())
         """Tokens that end an answer."""
+        self.adapters = tuple(parts.adapters)
+        """Names of the adapters, in the order of their numbers from 1 on."""
         self.rules = rules
         """The rules of the next steps."""
         self.trace = outputs.Trace()
@@ -349,6 +351,7 @@ class StepLoop:
             attributes=[record.attributes for record in batch],
             eos_ids=self.eos_ids,
             width=max(self.config.submit_width, self.config.max_slots),
+            adapters=self.adapters,
         )
 
     def read(self, call: DispatchedCall) -> None:

@@ -280,6 +280,7 @@ SAMPLING_TYPES: dict[str, list[Any]] = {
     "prompt_logprobs": NO_FLAGS,
     "prefix_cache": NO_FLAGS,
     "salt": [None, *NO_COUNTS],
+    "adapter": ["", 3, True, b"a", ("a",)],
 }
 
 
