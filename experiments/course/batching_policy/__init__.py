@@ -1,0 +1,1 @@
+"""Assignment: a policy of continuous batching, served in the simulator."""
