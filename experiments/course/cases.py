@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import jaxkv
-from experiments.course.batching_policy.checks import serve_load
+from experiments.course.batching_policy import checks
 from scaling import costs, plan, shapes
 from scaling.laws import CHINCHILLA
 
@@ -104,7 +104,7 @@ def batching_policy_cases(
             "output": rng.integers(5, 60, num).tolist(),
         }
         machine = {"num_pages": 60, "max_length": 1024, "token_budget": 64}
-        times = serve_load(jaxkv.fcfs(), load, machine)
+        times = checks.simulate_load(jaxkv.fcfs(), load, machine)
         limits = {name: 1.1 * float(np.mean(x)) for name, x in times.items()}
         arguments = {"load": load, "machine": machine, "limits_s": limits}
         return title, points, "check_load", arguments
@@ -273,7 +273,7 @@ def model_counter_cases(
         )
     for name in entries[0]["expected"]:
         title = f"{name} of {'other' if is_hidden else 'three'} models"
-        yield title, 10, "check_counts", {"name": name, "shapes": entries}
+        yield title, 10, "check_shape_counts", {"name": name, "shapes": entries}
 
 
 def budgeted_design_cases(
@@ -300,7 +300,7 @@ def budgeted_design_cases(
         best = plan.allocate_budget(powers, budget)
         law |= {"noise": 1e-3, "seed": int(rng.integers(2**31))}
         law |= {"best_loss": best.loss, "best_params": best.num_params}
-        limits = {"excess": 0.01, "error": 0.02}
+        limits = {"excess": 0.01, "error": 0.03}
         arguments = {
             "law": law,
             "allowance": allowance,

@@ -62,10 +62,10 @@ def drive_plan(solution: ModuleType, state: dict[str, Any]) -> dict[str, list[in
 
 def drive_serve(solution: ModuleType, load: dict, machine: dict) -> dict[str, list]:
     """Serves a load in the simulator, and returns times in s."""
-    return serve_load(solution.ContinuousBatching(), load, machine)
+    return simulate_load(solution.ContinuousBatching(), load, machine)
 
 
-def serve_load(policy: Any, load: dict, machine: dict) -> dict[str, list]:
+def simulate_load(policy: Any, load: dict, machine: dict) -> dict[str, list]:
     """Simulates a policy: 20 ms a step, 0.1 ms a token, 1 us a token of context."""
     import jax
     import numpy as np

@@ -1,5 +1,7 @@
 """A sweep under a compute allowance, and the design for a larger budget."""
 
+import itertools
+
 import numpy as np
 
 type Run = list[float]
@@ -37,9 +39,10 @@ def choose_size(history: list[Run], flops: float) -> dict[str, float]:
     # SOLUTION
     # L = E + A / N^a + B / D^b: for each pair (a, b) the rest is linear.
     num_params, num_tokens, loss = np.asarray(history).T
-    best = (np.inf, 0.0, 0.0, np.zeros(3))
-    for a in np.arange(0.16, 0.6, 0.02):
-        for b in np.arange(0.16, 0.6, 0.02):
+    best = (np.inf, 0.36, 0.36, np.zeros(3))
+    for steps in (0.04 * np.arange(-5, 6), 0.005 * np.arange(-8, 9)):
+        _, a_0, b_0, _ = best
+        for a, b in itertools.product(a_0 + steps, b_0 + steps):
             terms = np.stack([num_params**0, num_params**-a, num_tokens**-b], axis=1)
             scale = terms.max(axis=0)
             solved = np.linalg.lstsq(terms / scale, loss, rcond=None)[0] / scale

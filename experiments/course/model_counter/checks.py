@@ -3,11 +3,11 @@
 from typing import Any
 
 
-def check_counts(process: Any, name: str, shapes: list[dict[str, Any]]) -> str:
+def check_shape_counts(process: Any, name: str, shapes: list[dict[str, Any]]) -> str:
     """Compares one count for several shapes, the smallest first."""
     for entry in shapes:
         shape, sequence = entry["shape"], entry["sequence"]
-        counts = process.call("count_costs", shape, sequence)
+        counts = process.call("count_transformer", shape, sequence)
         if name not in counts:
             return f"The answer has no {name!r}; it has {sorted(counts)}"
         difference = counts[name] - entry["expected"][name]

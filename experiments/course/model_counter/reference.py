@@ -1,7 +1,7 @@
 """Counts of a decoder-only transformer, from its shape."""
 
 
-def count_costs(shape: dict, sequence: int) -> dict[str, int]:
+def count_transformer(shape: dict, sequence: int) -> dict[str, int]:
     """Counts parameters, operations and bytes of a model.
 
     Args:

@@ -92,28 +92,23 @@ def test_the_reference_policy_has_full_score() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("def count_costs(shape, sequence):\n    while True: pass", "an endless loop?"),
-        ("def count_costs(shape, sequence):\n    exit(0)", "raised SystemExit: 0"),
-        ("import os\ndef count_costs(*x):\n    os._exit(3)", "(exit status 3)"),
-        ("def count_costs(shape, x):\n    return 1 / 0", "ZeroDivisionError: division"),
-        ("def other(): pass", "solution.py defines no 'count_costs'"),
-        (
-            "def count_costs(:",
-            "raised SyntaxError: invalid syntax (solution.py, line 1)",
-        ),
-        (
-            "def count_costs(*x): print('{}')",
-            "another form than the statement requires",
-        ),
-        ("def count_costs(*x): return {1, 2}", "a value of type set was returned"),
+        ("def count(*x):\n    while True: pass", "an endless loop?"),
+        ("def count(*x): exit(0)", "raised SystemExit: 0"),
+        ("import os\ndef count(*x): os._exit(3)", "(exit status 3)"),
+        ("def count(*x):\n    return 1 / 0", "division by zero, line 2 of solution.py"),
+        ("def other(): pass", "solution.py defines no 'count_transformer'"),
+        ("def count(:", "raised SyntaxError: invalid syntax (solution.py, line 1)"),
+        ("def count(*x): print('{}')", "another form than the statement requires"),
+        ("def count(*x): return {1, 2}", "a value of type set was returned"),
         ("import experiments.course", "No module named 'experiments.course'"),
-        ("import checks\ndef count_costs(*x): return {}", "has no 'total_params'"),
+        ("import checks\ndef count(*x): return {}", "has no 'total_params'"),
     ],
 )
 def test_any_failure_of_a_solution_is_a_failed_test(
     text: str, words: str, tmp_path: Path
 ) -> None:
     tests = TESTS["model_counter"][:1]
+    text = text.replace("count(", "count_transformer(")
     results = grade_text(tmp_path, "model_counter", text, tests, limit_s=2.0)
     [row] = results["tests"]
     assert (row["status"], results["score"]) == ("failed", 0)
