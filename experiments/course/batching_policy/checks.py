@@ -74,6 +74,7 @@ def simulate_load(policy: Any, load: dict, machine: dict) -> dict[str, list]:
     from jaxkv.workloads import make_workload
 
     def step_seconds(work):
+        work = jax.tree.map(jax.numpy.float32, work)
         tokens = work.num_decodes + work.num_prompt_rows
         context = work.decode_context + work.prompt_context
         return 0.02 + 1e-4 * tokens + 1e-6 * context
