@@ -87,7 +87,7 @@ class SolutionProcess:
         Raises:
           SolutionError: there is no answer.
         """
-        process = self._start() if self._process is None else self._process
+        process = self.start() if self._process is None else self._process
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
@@ -99,7 +99,8 @@ class SolutionProcess:
             raise SolutionError(answer["error"])
         return answer["value"]
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> subprocess.Popen[bytes]:
+        """Starts the process; the solution is imported by the first call."""
         self._process = subprocess.Popen(
             [sys.executable, str(Path(self._folder.name, "grading.py")), "--process"],
             stdin=subprocess.PIPE,
@@ -243,6 +244,7 @@ def grade(
     start = time.monotonic()
     functions = load_file(checks)
     process = SolutionProcess(solution, checks, limit_s, user)
+    process.start()  # an error here is not one of the solution
     rows: list[dict[str, Any]] = []
     for test in tests:
         try:
