@@ -42,8 +42,8 @@ class LectureTopic:
 
     topic: str
     command: str
-    processor_s: float
-    """Processor time in s."""
+    processor_s: float | None
+    """Processor time of a first run in s; None if it was not measured."""
     page: str
     """Path of its page."""
 
@@ -51,9 +51,13 @@ class LectureTopic:
 def read_topics() -> list[LectureTopic]:
     """Reads the table of topics, `topics.md`."""
     text = files.read_text(assignments.HOME / "topics.md")
-    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\) \| `(.+?)` \| ([\d.]+) \|$", text, re.M)
+
+    def seconds(cell: str) -> float | None:
+        return None if cell == "not measured" else float(cell)
+
+    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\) \| `(.+?)` \| (.+?) \|$", text, re.M)
     return [
-        LectureTopic(topic=topic, command=command, processor_s=float(s), page=page)
+        LectureTopic(topic=topic, command=command, processor_s=seconds(s), page=page)
         for topic, page, command, s in rows
     ]
 
@@ -116,7 +120,14 @@ def _list_course() -> CommandOutput:
         Sheet(
             "topics",
             ("topic", "command", "processor s"),
-            [(x.topic, x.command, f"{x.processor_s:g}") for x in topics],
+            [
+                (
+                    x.topic,
+                    x.command,
+                    "" if x.processor_s is None else f"{x.processor_s:g}",
+                )
+                for x in topics
+            ],
         ),
         Sheet(
             "assignments",

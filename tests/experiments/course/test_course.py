@@ -227,7 +227,7 @@ def test_the_topics_cover_the_lectures() -> None:
     assert len(topics) == len({x.topic for x in topics})
     for topic in topics:
         assert (assignments.HOME / topic.page).resolve().is_file()
-        assert topic.processor_s < 120
+        assert topic.processor_s is None or topic.processor_s < 120
     linked = {Path(x.page).name for x in topics if "/topics/" in x.page}
     pages = {path.name for path in (ROOT / "docs" / "topics").glob("*.md")}
     assert linked == pages - {"index.md"}
