@@ -144,6 +144,7 @@ def _open_folder(out: Path) -> Generator[Path]:
         (folder := Path(scratch, "folder")).mkdir()
         yield folder
         archive = shutil.make_archive(str(Path(scratch, "archive")), "zip", folder)
+        out.parent.mkdir(parents=True, exist_ok=True)
         files.write_atomically(out, Path(archive).read_bytes())
 
 

@@ -156,7 +156,7 @@ def test_a_handout_has_no_solution_and_no_hidden_test(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_submitted", [True, False])
 def test_an_autograder_writes_results(tmp_path: Path, is_submitted: bool) -> None:
-    path = tmp_path / "autograder.zip"
+    path = tmp_path / "new" / "autograder.zip"
     assignments.write_autograder("page_allocator", path, seed=3)
     with zipfile.ZipFile(path) as archive:
         archive.extractall(tmp_path / "source")
