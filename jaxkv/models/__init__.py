@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         RoutedExperts,
         multiply,
     )
+    from jaxkv.models.layers.quantized import QuantizedWeight, WeightFormat
     from jaxkv.models.layers.recurrence import (
         RecurrentProjection,
         RecurrentState,
@@ -71,8 +72,10 @@ if TYPE_CHECKING:
         index_leaves,
         is_selection_bias,
         is_stacked,
+        quantize_params,
         stack_layers,
         unstack_layers,
+        weight_format,
     )
     from jaxkv.models.partition import (
         EXPERT,
