@@ -72,7 +72,7 @@ class ModelOptions:
     """Type of weights and pages."""
     weights: Literal["model", "int8", "fp8", "mxfp4", "nvfp4"] = "model"
     """Format of the weights of the layers' products: --dtype, or 8 or 4 bits with
-    scales, in which they are kept as published or quantized while they are read."""
+    scales, as the folder has them or quantized while they are read."""
     end_tokens: Literal["union", "generation_config"] = "union"
     """Tokens that end an answer: union takes those of generation_config.json (or
     config.json) and the tokenizer's; generation_config takes the tokenizer's only if

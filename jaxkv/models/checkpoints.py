@@ -95,9 +95,10 @@ def load_model(
         it enabled. It may differ from the dtype of the file. Selection biases of
         experts are at least float32.
       weights: format of the weights of the layers' products. "model" is `dtype`;
-        weights in 8 and 4 bits are multiplied by their scales. "int8", "fp8", "mxfp4"
-        and "nvfp4" keep weights that the folder has in this format, and quantize all
-        other ones, one after another: see `param_forms.quantize_params`.
+        weights in 8 and 4 bits are multiplied by their scales. With "int8", "fp8",
+        "mxfp4" or "nvfp4" a folder that has weights in this format is read as it is;
+        others are quantized, one weight after another: see
+        `param_forms.quantize_params`.
       place: function of the configuration that returns a function to put each parameter
         on devices, one after another; None puts all on the default device.
       end_tokens: tokens that end a text. "union" takes `eos_token_id` of

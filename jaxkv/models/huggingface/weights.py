@@ -139,6 +139,8 @@ def _find_form(
             _Part(scalar, ((), (1,)), ("F32",)),
             divides=is_other,
         )
+    if len(shape) != 2:
+        return None
     blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
     if f"{name}_scale_inv" in file_names:
         codes = _Part(name, (shape,), ("F8_E4M3",))
@@ -163,8 +165,9 @@ def load_params(
     """Reads all parameters after checking every tensor's name, type and shape.
 
     The folder has `model.safetensors`, or an index and its files; `dtype` is a result
-    of `checked_dtype`. Parameters are read, quantized and placed one after another;
-    weights that the folder has in the format of `weights` keep their bits.
+    of `checked_dtype`. Parameters are read, quantized and placed one after another. If
+    the folder has weights in the format of `weights`, these keep their bits, and no
+    others are quantized.
 
     Raises:
       ValueError: a tensor is missing, unexpected, of another shape, not floating, not
@@ -253,15 +256,21 @@ def load_params(
     # Not `jnp.asarray`, which compiles a program for each shape.
     put = place or (lambda path, array: jax.device_put(array, may_alias=False))
     arrays = []
+    formats = {
+        name: form.format or _format_in_8_bits(tensors, file_names[name])
+        for name, form in forms.items()
+    }
+    is_published = weights in formats.values()
     for leaf in leaves:
         leaf_dtype = leaf.dtype_in(dtype)
         axis = None if weights == "model" else inputs_axis(leaf.path)
         names = [stored_name(name) for name in leaf.names]
+        is_stored = {formats.get(name) for name in names} == {weights}
         row_lists = [packed_rows(config, name) for name in leaf.names]
-        if axis is not None and all(name in forms for name in names):
+        if axis is not None and is_stored and not leaf.is_transposed:
             stored = [read_quantized(name) for name in names]
             kinds = {jax.tree.structure(x) for x in stored}
-            if stored[0].format == weights and len(kinds) == 1:
+            if len(kinds) == 1:
                 chosen = [
                     x if rows is None else x.map_parts(operator.itemgetter(rows))
                     for x, rows in zip(stored, row_lists, strict=True)
@@ -274,7 +283,7 @@ def load_params(
             tensor = read(name, leaf_dtype)
             parts.append(tensor if rows is None else tensor[rows])
         array = join_tensors(leaf, parts)
-        if axis is not None:
+        if axis is not None and (is_stored or not is_published):
             array = quantize_weight(array, weights, axis=axis, dtype=leaf_dtype)
         arrays.append(put(leaf.path, array))
     return jax.tree.unflatten(
@@ -358,12 +367,10 @@ def _read_quantized(
     """Reads a quantized weight with the shape of the full model's tensor."""
     codes_name = file_names[form.codes.name]
     scale_name = file_names[form.scale.name]
-    path, file = tensors[codes_name]
-    with reporting_errors(path, safetensors.SafetensorError):
-        is_float = file.get_slice(codes_name).get_dtype() == "F8_E4M3"
+    path, _ = tensors[codes_name]
     codes = _read_bits(tensors, codes_name)
     row_scale = None
-    weight_format = form.format or ("fp8" if is_float else "int8")
+    weight_format = form.format or _format_in_8_bits(tensors, codes_name)
     if form.format == "mxfp4":
         scale = _read_bits(tensors, scale_name)
         if (scale == 255).any():
@@ -388,7 +395,7 @@ def _read_quantized(
             size = math.gcd(FP8_BLOCK, shape[1])
             scale = np.repeat(scale, FP8_BLOCK, 0)[: shape[0]]
             scale = np.repeat(scale, FP8_BLOCK // size, 1)[:, : shape[1] // size]
-    floats = codes if is_float else scale if form.format == "nvfp4" else None
+    floats = {"fp8": codes, "nvfp4": scale}.get(weight_format)
     if floats is not None and ((floats & 127) == 127).any():
         raise ValueError(f"{path}: {codes_name} holds NaN or infinite values")
     result = QuantizedWeight(
@@ -401,6 +408,15 @@ def _read_quantized(
     )
     # `_blocks` are `[experts, out, ...]` of a tensor `[experts, in, out]`.
     return move_inputs(result, -2) if form.format == "mxfp4" else result
+
+
+def _format_in_8_bits(
+    tensors: dict[str, tuple[Path, safetensors.safe_open]], name: str
+) -> WeightFormat:
+    """Returns the format of a weight in 8 bits by its type."""
+    path, file = tensors[name]
+    with reporting_errors(path, safetensors.SafetensorError):
+        return "int8" if file.get_slice(name).get_dtype() == "I8" else "fp8"
 
 
 def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
