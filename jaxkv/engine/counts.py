@@ -98,7 +98,9 @@ def observe_engine(
         max_length=config.max_length,
         token_budget=config.token_budget,
     )
-    in_prompt = state.table.position < arrays.take(s.prompt_length, slots.sequence, fill=0)
+    in_prompt = state.table.position < arrays.take(
+        s.prompt_length, slots.sequence, fill=0
+    )
     keep_logprobs = arrays.take(s.keep_prompt_logprobs, slots.sequence, fill=False)
     # BLOCKED, since a policy skips unmarked rows and later requests may not overtake.
     ready = has_arrived & ~paging.is_on_host(state, head.request)

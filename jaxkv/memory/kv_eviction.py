@@ -25,7 +25,7 @@ from jaxkv.memory.demand import Size
 from jaxkv.memory.kv_pages import Pages, Rows, slots_of
 from pallas_kernels.layered import Layer
 
-type EvictionRule = Literal["streaming-llm", "h2o", "snapkv", "keydiff"]
+EvictionRule = Literal["streaming-llm", "h2o", "snapkv", "keydiff"]
 
 NUM_SINKS = 4
 """First tokens that StreamingLLM keeps (its section 3.2)."""

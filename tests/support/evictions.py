@@ -4,12 +4,15 @@ The model never moves a token: it keeps all keys and values by position, and a m
 those that each head of each layer sees.
 """
 
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.engine import EngineConfig
 from jaxkv.models import ModelConfig, Params, rotary, transformer
 
 SINKS = 4
@@ -67,59 +70,61 @@ class MaskedCache(NamedTuple):
     """[layers, kv_heads, positions]"""
 
 
-def generate(
-    params: Params,
-    config: ModelConfig,
-    prompt: list[int],
-    num_tokens: int,
-    *,
-    rule: str,
-    budget: int,
-    window: int,
-    page_size: int,
-) -> tuple[list[int], list[float], MaskedCache]:
-    """A greedy answer under eviction, its log-probabilities, and the cache."""
-    model = transformer.merge(config, params)
-    total = len(prompt) + num_tokens
-    layers, heads, width = config.num_layers, config.num_kv_heads, config.head_dim
-    kv = jnp.zeros((layers, total, heads, width))
-    queries = jnp.zeros((layers, total, config.num_q_heads, width))
-    cache = MaskedCache(kv, kv, queries, np.zeros((layers, heads, total), bool))
-    sums = np.zeros((layers, heads, total))
+@functools.cache
+def _feeder(config: ModelConfig) -> Any:
+    """Returns a compiled function that feeds one token to all layers."""
 
     def attend(layer: Any, qkv: Any, angles: Any, carry: Any) -> Any:
         cache, position = carry
         q, k, v = (
             x.reshape(-1, x.shape[-2]) for x in rotary.split_and_rotate(qkv, angles)
         )
+        q = q * layer.scoring.scale
         at = layer.index, position
         cache = cache._replace(
-            k=cache.k.at[at].set(k),
-            v=cache.v.at[at].set(v),
-            q=cache.q.at[at].set(q * layer.scoring.scale),
+            k=cache.k.at[at].set(k), v=cache.v.at[at].set(v), q=cache.q.at[at].set(q)
         )
-        grouped = (q * layer.scoring.scale).reshape(heads, -1, width)
+        grouped = q.reshape(k.shape[0], -1, k.shape[1])
         scores = jnp.einsum("hgd,thd->hgt", grouped, cache.k[layer.index])
         is_seen = cache.is_seen[layer.index][:, None, :]
         weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
         y = jnp.einsum("hgt,thd->hgd", weights, cache.v[layer.index])
         return y[..., None], (cache, position)
 
-    @jax.jit
-    def feed(token: Any, position: Any, cache: MaskedCache) -> Any:
+    def feed(params: Params, token: Any, position: Any, cache: MaskedCache) -> Any:
+        model = transformer.merge(config, params)
         states = model.hidden(token[None], position[None], attend, (cache, position))
         return jax.nn.log_softmax(model.logits(states.last)[0]), states.carry[0]
 
+    return jax.jit(feed)
+
+
+def generate(
+    params: Params,
+    config: ModelConfig,
+    prompt: list[int],
+    num_tokens: int,
+    engine: EngineConfig,
+) -> tuple[list[int], list[float]]:
+    """Returns a greedy answer under eviction, and its log-probabilities."""
+    rule, budget, window = engine.evict, engine.evict_budget, engine.evict_window
+    assert rule is not None
+    total = len(prompt) + num_tokens
+    layers, heads, width = config.num_layers, config.num_kv_heads, config.head_dim
+    kv = jnp.zeros((layers, engine.max_length, heads, width))
+    queries = jnp.zeros((layers, engine.max_length, config.num_q_heads, width))
+    is_seen = np.zeros((layers, heads, engine.max_length), bool)
+    sums = np.zeros(is_seen.shape)
+    cache = MaskedCache(kv, kv, queries, None)
     tokens = list(prompt)
     logprobs: list[float] = []
     fed_at_eviction = 0
     for position in range(total - 1):
-        cache.is_seen[:, :, position] = True
-        is_seen = cache.is_seen
-        scores, cache = feed(
-            jnp.int32(tokens[position]), jnp.int32(position), cache
-        )
-        cache = cache._replace(is_seen=is_seen)
+        is_seen[:, :, position] = True
+        # A copy, since the computation may read it later.
+        cache = cache._replace(is_seen=is_seen.copy())
+        places = jnp.int32(tokens[position]), jnp.int32(position)
+        scores, cache = _feeder(config)(params, *places, cache)
         num_fed = position + 1
         if num_fed >= len(prompt):
             tokens.append(int(jnp.argmax(scores)))
@@ -127,20 +132,19 @@ def generate(
         length = int(is_seen[0, 0].sum())
         again = rule != "snapkv" and num_fed > len(prompt)
         due = num_fed == len(prompt) and length > budget
-        if not (due or (again and length >= budget + page_size)):
+        if not (due or (again and length >= budget + engine.page_size)):
             continue
         first = max(num_fed - window, fed_at_eviction)
-        for layer in range(layers):
-            for head in range(heads):
-                place = np.flatnonzero(is_seen[layer, head])
-                k = np.asarray(cache.k[layer, place, head], np.float64)
-                q = np.asarray(cache.q[layer], np.float64)
-                q = q.reshape(total, heads, -1, width)[:, head]
-                if rule == "h2o":
-                    sums[layer, head, place] += attention_sums(k, q[first:num_fed])
-                last = q[max(0, num_fed - window) : num_fed]
-                kept = select(rule, k, last, sums[layer, head, place], budget)
-                is_seen[layer, head] = False
-                is_seen[layer, head, place[kept]] = True
+        for layer, head in itertools.product(range(layers), range(heads)):
+            place = np.flatnonzero(is_seen[layer, head])
+            k = np.asarray(cache.k[layer, place, head], np.float64)
+            q = np.asarray(cache.q[layer], np.float64)
+            q = q.reshape(len(q), heads, -1, width)[:, head]
+            if rule == "h2o":
+                sums[layer, head, place] += attention_sums(k, q[first:num_fed])
+            last = q[max(0, num_fed - window) : num_fed]
+            kept = select(rule, k, last, sums[layer, head, place], budget)
+            is_seen[layer, head] = False
+            is_seen[layer, head, place[kept]] = True
         fed_at_eviction = num_fed
-    return tokens[len(prompt) :], logprobs, cache
+    return tokens[len(prompt) :], logprobs

@@ -24,9 +24,7 @@ def end_rows_at_eviction(
     evicted = state.table.evicted
     if evicted is None:
         return goal
-    prompt = arrays.take(
-        state.sequences.prompt_length, state.slots.sequence, fill=0
-    )
+    prompt = arrays.take(state.sequences.prompt_length, state.slots.sequence, fill=0)
     end = feeding_end(state.table.position, prompt, config.evict_limit)
     return jnp.minimum(jnp.maximum(goal - evicted, 0), end)
 
@@ -40,9 +38,7 @@ def evict_tokens(
     if config.evict is None:
         return state
     runs = ledger.is_running(state.slots) & ~has_ended
-    prompt = arrays.take(
-        state.sequences.prompt_length, state.slots.sequence, fill=0
-    )
+    prompt = arrays.take(state.sequences.prompt_length, state.slots.sequence, fill=0)
     after_prompt, in_answer = eviction_due(
         table.length, table.position, prompt, config.evict_budget, config.evict_limit
     )
@@ -84,9 +80,7 @@ def _evict(
         ahead=table.ahead + num_evicted,
         evicted=table.evicted + num_evicted,
     )
-    pool, table = memory.truncate(
-        state.pool, table, places, page_size=config.page_size
-    )
+    pool, table = memory.truncate(state.pool, table, places, page_size=config.page_size)
     return state._replace(pages=pages, pool=pool, table=table)
 
 

@@ -98,9 +98,7 @@ def test_the_last_queries_stay_in_the_ring() -> None:
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
 def test_tokens_move_by_head_in_all_leaves(kv_dtype: str) -> None:
     make = functools.partial(make_pages, num_layers=2, num_pages=9, page_size=SIZE)
-    pages = make(
-        num_kv_heads=HEADS, head_dim=WIDTH, dtype="float32", kv_dtype=kv_dtype
-    )
+    pages = make(num_kv_heads=HEADS, head_dim=WIDTH, dtype="float32", kv_dtype=kv_dtype)
     pages = jax.tree.map(
         lambda x: jnp.asarray(
             np.random.default_rng(x.ndim).integers(1, 99, x.shape), x.dtype
