@@ -74,6 +74,13 @@ class ModelOptions:
     """Tokens that end an answer: union takes those of generation_config.json (or
     config.json) and the tokenizer's; generation_config takes the tokenizer's only if
     those files name none, as transformers does."""
+    evict: Annotated[
+        Literal["streaming-llm", "h2o", "snapkv", "keydiff"] | None,
+        parsing.describe_default("keeps all tokens"),
+    ] = None
+    """Rule by which each KV head evicts tokens from the cache."""
+    evict_budget: int = 0
+    """Tokens that each head keeps with --evict."""
     parallel: str = ""
     """Parallel layout in the syntax of `jaxkv cost`: tp=4 divides heads, MLP and
     vocabulary over four devices. A CPU provides as many virtual devices as needed."""
@@ -391,10 +398,13 @@ def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> "Engin
 
 
 def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
-    """Returns arguments of `Engine.load`: dtype, end tokens and speculation."""
+    """Returns arguments of `Engine.load`: dtype, end tokens, eviction, speculation."""
     from jaxkv.speculation import HEAD_KINDS, SpeculationConfig
 
     fields: dict[str, Any] = {"dtype": options.dtype, "end_tokens": options.end_tokens}
+    for name in ("evict", "evict_budget"):
+        if value := getattr(options, name):
+            fields[name] = value
     if options.drafts is not None:
         fields["max_drafts"] = options.drafts
     if options.speculate is None:

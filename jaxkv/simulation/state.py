@@ -7,7 +7,7 @@ from jaxtyping import Array, Int32
 
 from jaxkv import arrays, ledger, validation
 from jaxkv.ledger import Ledger
-from jaxkv.memory import max_pages
+from jaxkv.memory import CONTINUES, EVICTION_RULES, EvictionRule, max_pages
 from jaxkv.scheduling import NO_LIMIT, Policy, holds_finished
 from jaxkv.simulation import contiguous, counted_pages, sessions
 from jaxkv.simulation.contiguous import Reservation
@@ -29,6 +29,10 @@ class Capacity(NamedTuple):
     window: Int32[Array, ""] | None = None
     """Largest window of the model's layers, for their pages in
     `SimulatedStep.used_window_pages`; None does not count them."""
+    evict_budget: Int32[Array, ""] | None = None
+    """Tokens that stay when tokens are evicted from the cache; None evicts none."""
+    evict_limit: Int32[Array, ""] | None = None
+    """Tokens in the cache at which an answer's tokens are evicted."""
 
     @classmethod
     def of(
@@ -40,6 +44,8 @@ class Capacity(NamedTuple):
         token_budget: Bound = 2048,
         max_swap_pages: Bound = 0,
         window: Bound | None = None,
+        evict: EvictionRule | None = None,
+        evict_budget: Bound = 0,
     ) -> "Capacity":
         """Makes a `Capacity` of numbers, or of arrays that are mapped.
 
@@ -51,10 +57,18 @@ class Capacity(NamedTuple):
           max_swap_pages: pages that can be swapped out, at least 0.
           window: largest window of layers whose pages return behind it, at least 1, as
             with `EngineConfig.release_window_pages`; None if none do.
+          evict: rule of KV eviction, as in `EngineConfig`, which determines when tokens
+            are evicted; None evicts none.
+          evict_budget: tokens that stay, at least 1 with `evict`, else 0.
 
         Raises:
-          ValueError: a number is out of range. JAX arrays are not checked.
+          ValueError: a number is out of range, or contradicts `evict`. JAX arrays are
+            not checked.
         """
+        if evict is not None:
+            validation.choice("evict", evict, tuple(EVICTION_RULES))
+        if isinstance(max_swap_pages, int) and max_swap_pages and evict is not None:
+            raise ValueError(f"{max_swap_pages=} must be 0 with {evict=}")
         bounds = {
             "num_pages": (num_pages, 1),
             "page_size": (page_size, 1),
@@ -64,12 +78,24 @@ class Capacity(NamedTuple):
         }
         if window is not None:
             bounds["window"] = window, 1
+        if evict is not None:
+            bounds["evict_budget"] = evict_budget, 1
+        elif isinstance(evict_budget, int) and evict_budget:
+            raise ValueError(f"{evict_budget=} must be 0 without evict")
         for name, (value, low) in bounds.items():
             if isinstance(value, bool | float | str):
                 raise ValueError(f"{name}={value} must be a whole number")
             if isinstance(value, int) and not low <= value < NO_LIMIT:
                 raise ValueError(f"{name}={value} must be in [{low}, {NO_LIMIT})")
-        return cls(*(jnp.asarray(value, jnp.int32) for value, _ in bounds.values()))
+        capacity = cls(
+            **{name: jnp.asarray(x, jnp.int32) for name, (x, _) in bounds.items()}
+        )
+        if capacity.evict_budget is None:
+            return capacity
+        limit = jnp.full_like(capacity.evict_budget, NO_LIMIT)
+        if evict in CONTINUES:
+            limit = capacity.evict_budget + capacity.page_size
+        return capacity._replace(evict_limit=limit)
 
 
 class Simulation(NamedTuple):
@@ -139,6 +165,11 @@ def init_simulation(
         raise ValueError(
             f"{max_samples=} must be 1 with chains, and pages not contiguous"
         )
+    evicts = c.evict_budget is not None
+    if evicts and (max_samples > 1 or w.chains is not None or reservation is not None):
+        raise ValueError(
+            f"{max_samples=} must be 1 with evict, without chains and reservation"
+        )
     # Requests that fit into an idle engine.
     shared, sample_pages = max_pages(
         w.prompt, w.prompt + w.output, page_size=c.page_size
@@ -179,6 +210,7 @@ def init_simulation(
             length=zeros(max_slots),
             places=zeros(max_slots),
             block=None if reservation is None else zeros(max_slots),
+            evicted=zeros(max_slots) if evicts else None,
         ),
         num_taken=zeros(),
         num_swapped=zeros(),

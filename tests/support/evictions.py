@@ -49,7 +49,7 @@ def select(
     if rule == "h2o":
         recent = budget - budget // 2
         heavy = largest(sums[: num - recent], budget // 2)
-        return heavy + [*range(num - recent, num)]
+        return [*heavy, *range(num - recent, num)]
     assert rule == "snapkv"
     window = len(queries)
     before = attention_sums(keys, queries)[: num - window]
@@ -57,7 +57,7 @@ def select(
         max([0.0, *before[max(0, i - POOL // 2) : i + POOL // 2 + 1]])
         for i in range(len(before))
     ]
-    return largest(np.array(pooled), budget - window) + [*range(num - window, num)]
+    return [*largest(np.array(pooled), budget - window), *range(num - window, num)]
 
 
 class MaskedCache(NamedTuple):

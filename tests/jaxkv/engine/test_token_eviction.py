@@ -14,7 +14,7 @@ from jaxkv.engine import EngineConfig, init, load_state, save_state
 from jaxkv.memory import EVICTION_RULES
 from jaxkv.models import AttentionKind, make_model_pages
 from jaxkv.sampling import Sampling
-from tests.support import engines, evictions
+from tests.support import engines, evictions, simulations
 
 BUDGET = 14
 WINDOW = 6
@@ -64,14 +64,14 @@ def test_tokens_do_not_depend_on_chunks_batch_and_preemption(rule: Any) -> None:
     """A preempted request evicts the same tokens again, bit for bit."""
     config = dataclasses.replace(EVICTING, evict=rule, numerics="reproducible")
     alone = engines.serve(asks(), dataclasses.replace(config, max_slots=1))
-    tight = dataclasses.replace(config, num_pages=16)
+    tight = dataclasses.replace(config, num_pages=13)
     policy = scheduling.fcfs(chunk_size=5, watermark=0, hold_new=False)
     run = engines.serve(asks(), tight, policy)
     assert run.info.num_preempted.sum() > 0
     for name, outcome in run.outcomes.items():
         assert outcome.tokens == alone.outcomes[name].tokens
         np.testing.assert_array_equal(outcome.logprobs, alone.outcomes[name].logprobs)
-    assert run.info.used_pages.max() <= 16
+    assert run.info.used_pages.max() <= 13
 
 
 @pytest.mark.slow
@@ -162,3 +162,19 @@ def test_groups_are_refused_and_pages_must_fit() -> None:
     state = engines.start(EVICTING)
     requests = engines.requests_of([group], EVICTING)
     assert not engines.submit(state, requests, config=EVICTING)[1].any()
+
+
+@pytest.mark.thorough
+def test_the_simulator_counts_the_same_pages() -> None:
+    """Steps, pages and places are equal, also where sequences are preempted."""
+    case = simulations.Case(
+        scheduling.fcfs(chunk_size=7, watermark=0, hold_new=False),
+        num_pages=17,
+        evict="keydiff",
+        evict_budget=10,
+    )
+    w = simulations.workload(4, 24)
+    run = simulations.compare_with_engine(w, case, 4)
+    simulations.assert_equal_steps(run)
+    assert run.infos.num_preempted.sum() > 0
+    assert int(run.simulation.num_done) == 24
