@@ -44,8 +44,6 @@ class Capacity(NamedTuple):
         token_budget: Bound = 2048,
         max_swap_pages: Bound = 0,
         window: Bound | None = None,
-        evict: EvictionRule | None = None,
-        evict_budget: Bound = 0,
     ) -> "Capacity":
         """Makes a `Capacity` of numbers, or of arrays that are mapped.
 
@@ -57,18 +55,10 @@ class Capacity(NamedTuple):
           max_swap_pages: pages that can be swapped out, at least 0.
           window: largest window of layers whose pages return behind it, at least 1, as
             with `EngineConfig.release_window_pages`; None if none do.
-          evict: rule of KV eviction, as in `EngineConfig`, which determines when tokens
-            are evicted; None evicts none.
-          evict_budget: tokens that stay, at least 1 with `evict`, else 0.
 
         Raises:
-          ValueError: a number is out of range, or contradicts `evict`. JAX arrays are
-            not checked.
+          ValueError: a number is out of range. JAX arrays are not checked.
         """
-        if evict is not None:
-            validation.choice("evict", evict, tuple(EVICTION_RULES))
-        if isinstance(max_swap_pages, int) and max_swap_pages and evict is not None:
-            raise ValueError(f"{max_swap_pages=} must be 0 with {evict=}")
         bounds = {
             "num_pages": (num_pages, 1),
             "page_size": (page_size, 1),
@@ -78,24 +68,34 @@ class Capacity(NamedTuple):
         }
         if window is not None:
             bounds["window"] = window, 1
-        if evict is not None:
-            bounds["evict_budget"] = evict_budget, 1
-        elif isinstance(evict_budget, int) and evict_budget:
-            raise ValueError(f"{evict_budget=} must be 0 without evict")
         for name, (value, low) in bounds.items():
             if isinstance(value, bool | float | str):
                 raise ValueError(f"{name}={value} must be a whole number")
             if isinstance(value, int) and not low <= value < NO_LIMIT:
                 raise ValueError(f"{name}={value} must be in [{low}, {NO_LIMIT})")
-        capacity = cls(
-            **{name: jnp.asarray(x, jnp.int32) for name, (x, _) in bounds.items()}
-        )
-        if capacity.evict_budget is None:
-            return capacity
-        limit = jnp.full_like(capacity.evict_budget, NO_LIMIT)
+        return cls(*(jnp.asarray(value, jnp.int32) for value, _ in bounds.values()))
+
+    def with_eviction(self, evict: EvictionRule, budget: int) -> "Capacity":
+        """Returns the bounds of an engine that evicts tokens, without swapping.
+
+        Args:
+          evict: rule of KV eviction, as in `EngineConfig`, which determines when tokens
+            are evicted.
+          budget: tokens that stay, at least 1.
+
+        Raises:
+          ValueError: there is no such rule, or the budget is below 1.
+        """
+        validation.choice("evict", evict, tuple(EVICTION_RULES))
+        tokens = jnp.int32(validation.integer("budget", budget, low=1))
+        limit = jnp.int32(NO_LIMIT)
         if evict in CONTINUES:
-            limit = capacity.evict_budget + capacity.page_size
-        return capacity._replace(evict_limit=limit)
+            limit = tokens + self.page_size
+        return self._replace(
+            max_swap_pages=jnp.zeros_like(self.max_swap_pages),
+            evict_budget=tokens,
+            evict_limit=limit,
+        )
 
 
 class Simulation(NamedTuple):

@@ -262,13 +262,14 @@ def assert_equal_steps(run: EngineComparison) -> None:
 
 
 def capacity(config: EngineConfig, window: int | None = None) -> state.Capacity:
-    return state.Capacity.of(
+    bounds = state.Capacity.of(
         num_pages=config.num_pages,
         page_size=config.page_size,
         max_length=config.max_length,
         token_budget=config.token_budget,
         max_swap_pages=config.max_swap_pages,
         window=window,
-        evict=config.evict,
-        evict_budget=config.evict_budget,
     )
+    if config.evict is None:
+        return bounds
+    return bounds.with_eviction(config.evict, config.evict_budget)

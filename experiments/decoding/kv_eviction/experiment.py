@@ -124,7 +124,7 @@ class ForcedRequest(NamedTuple):
     answer: bytes
 
 
-def draw_requests(config: Config) -> list[ForcedRequest]:
+def draw_forced_requests(config: Config) -> list[ForcedRequest]:
     """Draws the continued texts, then as many retrievals."""
     rng = np.random.default_rng(config.seed)
     length = config.prompt_tokens + config.answer_tokens
@@ -149,7 +149,7 @@ def draw_requests(config: Config) -> list[ForcedRequest]:
     return requests
 
 
-def load_engine(
+def load_forced_engine(
     config: Config,
     requests: list[ForcedRequest],
     rule: EvictionRule | None,
@@ -228,13 +228,13 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     Raises:
       ValueError: the model cannot be served, or a budget is too small for a rule.
     """
-    requests = draw_requests(config)
+    requests = draw_forced_requests(config)
     settings: list[tuple[EvictionRule | None, int]] = [(None, 0)]
     settings += [(rule, budget) for rule in config.rules for budget in config.budgets]
     engines = []
     measured = []
     for rule, budget in progress.track(settings, "rules", "programs"):
-        engines.append(load_engine(config, requests, rule, budget))
+        engines.append(load_forced_engine(config, requests, rule, budget))
         measured.append(answer(engines[-1], requests))
     cpu_s = np.zeros((config.rounds, len(engines)))
     for turn in progress.track([*range(config.rounds)], "rounds", "rounds"):

@@ -14,7 +14,8 @@ from jaxkv.engine import EngineConfig, init, load_state, save_state
 from jaxkv.memory import EVICTION_RULES
 from jaxkv.models import AttentionKind, make_model_pages
 from jaxkv.sampling import Sampling
-from tests.support import engines, evictions, simulations
+from jaxkv.scoring import score
+from tests.support import engine_programs, engines, evictions, simulations
 
 BUDGET = 14
 WINDOW = 6
@@ -95,7 +96,7 @@ def test_snapshots_have_evicted_tokens(tmp_path: Any) -> None:
     for start in (state, loaded):
         start, info = engines.run_steps(engines.params(), start, now, **options)
         runs.append(np.asarray(info.tokens))
-    np.testing.assert_array_equal(*runs)
+    np.testing.assert_array_equal(runs[0], runs[1])
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -178,3 +179,26 @@ def test_the_simulator_counts_the_same_pages() -> None:
     simulations.assert_equal_steps(run)
     assert run.infos.num_preempted.sum() > 0
     assert int(run.simulation.num_done) == 24
+
+
+def test_score_refuses_eviction() -> None:
+    with pytest.raises(ValueError, match="evict='h2o' must be None in score"):
+        score(
+            engines.params(),
+            np.zeros((1, 4), np.int32),
+            config=engines.MODEL,
+            evict="h2o",
+        )
+
+
+@pytest.mark.thorough
+def test_programs_without_eviction_are_unchanged() -> None:
+    """Bounds of eviction that no rule reads change no program."""
+    texts = []
+    for config in (engines.SERVED, dataclasses.replace(engines.SERVED, evict_window=7)):
+        run, arguments, _ = engine_programs.steps(
+            config.num_pages, model=engines.MODEL, config=config
+        )
+        texts.append(jax.jit(run, donate_argnums=1).lower(*arguments).as_text())
+    assert texts[0] == texts[1]
+    assert "evict" not in texts[0]

@@ -1,6 +1,7 @@
 """Rules of KV eviction equal those of NumPy, and tokens move with all their leaves."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def draw(seed: int, *shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [BUDGET + 1, 23])
 @pytest.mark.parametrize("rule", EVICTION_RULES)
-def test_rules_keep_the_tokens_of_the_papers(rule: str, length: int) -> None:
+def test_rules_keep_the_tokens_of_the_papers(rule: Any, length: int) -> None:
     # The section of each paper is in the docstring of its rule.
     keys = draw(length, COLUMNS * SIZE, HEADS, WIDTH)
     queries = draw(7, WINDOW, 2 * HEADS, WIDTH)
@@ -96,7 +97,7 @@ def test_the_last_queries_stay_in_the_ring() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
-def test_tokens_move_by_head_in_all_leaves(kv_dtype: str) -> None:
+def test_tokens_move_by_head_in_all_leaves(kv_dtype: Any) -> None:
     make = functools.partial(make_pages, num_layers=2, num_pages=9, page_size=SIZE)
     pages = make(num_kv_heads=HEADS, head_dim=WIDTH, dtype="float32", kv_dtype=kv_dtype)
     pages = jax.tree.map(
