@@ -124,7 +124,8 @@ def score(
     Raises:
       ValueError: the tokens are empty, a length in a NumPy array is out of range, the
         sequences exceed the model's learned positions, `sampling` has penalties,
-        `evict` is a rule, or `routes` are not those of the tokens and the model, see `models.check_routes`.
+        `evict` is a rule, or `routes` are not those of the tokens and the model, see
+        `models.check_routes`.
     """
     if sampling is not None:
         validation.instance("sampling", sampling, Sampling)
