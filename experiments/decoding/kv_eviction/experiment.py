@@ -10,7 +10,7 @@ accuracy is the share of letters that are the most likely byte. A letter by chan
 1/26.
 
 Intervals are 95 % over prompts, of differences to the full cache of the same prompts.
-Processor time of all requests is that of the process, in rounds of all engines in turn.
+Processor time is that of the process for all requests, after a request that compiles.
 """
 
 import string
@@ -60,8 +60,6 @@ class Config(lab.ConfigRecord):
     """Tokens of each prompt."""
     answer_tokens: lab.PositiveInt = 96
     """Tokens of each continued text."""
-    rounds: lab.PositiveInt = 1
-    """Rounds over which processor time is measured."""
     seed: lab.NonNegativeInt = 0
     """Seed of places and letters."""
 
@@ -231,21 +229,18 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     requests = draw_forced_requests(config)
     settings: list[tuple[EvictionRule | None, int]] = [(None, 0)]
     settings += [(rule, budget) for rule in config.rules for budget in config.budgets]
-    engines = []
     measured = []
     for rule, budget in progress.track(settings, "rules", "programs"):
-        engines.append(load_forced_engine(config, requests, rule, budget))
-        measured.append(answer(engines[-1], requests))
-    cpu_s = np.zeros((config.rounds, len(engines)))
-    for turn in progress.track([*range(config.rounds)], "rounds", "rounds"):
-        for i, engine in enumerate(engines):
-            start_s = time.process_time()
-            answer(engine, requests)
-            cpu_s[turn, i] = time.process_time() - start_s
+        engine = load_forced_engine(config, requests, rule, budget)
+        ask = Sampling.greedy(max_tokens=2, ignore_eos=True, logprobs=1)
+        engine.generate([[*requests[0].prompt]], ask)
+        start_s = time.process_time()
+        measured.append((*answer(engine, requests), time.process_time() - start_s))
     rows = []
-    full_loss, full_accuracy, _ = measured[0]
-    for i, (rule, budget) in enumerate(settings[: len(measured)]):
-        loss, accuracy, pages = measured[i]
+    for (rule, budget), (loss, accuracy, pages, cpu_s) in zip(
+        settings, measured, strict=False
+    ):
+        full_loss, full_accuracy, _, full_cpu_s = measured[0]
         loss_change = loss - full_loss
         accuracy_change = accuracy - full_accuracy
         rows.append(
@@ -259,7 +254,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
                 accuracy.mean(),
                 accuracy_change.mean(),
                 margin(accuracy_change),
-                float(np.median(cpu_s[:, i] / cpu_s[:, 0])),
+                cpu_s / full_cpu_s,
             )
         )
     sizes = config.num_prompts, config.prompt_tokens, config.answer_tokens
