@@ -158,6 +158,7 @@ def window_attention(tokens: CachedTokens) -> Float[Array, "kv_heads tokens"]:
     return jnp.sum(weights, axis=(1, 2))
 
 
+@validation.checks_numbers()
 def feeding_end(
     position: Int32[Array, "*n"], prompt: Int32[Array, "*n"], limit: Size
 ) -> Int32[Array, "*n"]:
@@ -171,6 +172,7 @@ def feeding_end(
     return jnp.where(position < prompt, prompt, limit)
 
 
+@validation.checks_numbers()
 def eviction_due(
     length: Int32[Array, "*n"],
     position: Int32[Array, "*n"],
@@ -186,6 +188,7 @@ def eviction_due(
     return after_prompt, (position > prompt) & (length >= limit)
 
 
+@validation.checks_numbers()
 def query_places(
     rows: Rows, *, window: int
 ) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
@@ -202,6 +205,7 @@ def query_places(
     return jnp.where(is_last, at, -1), position % window
 
 
+@validation.checks_numbers(layer=0)
 def write_queries(
     pages: Pages,
     layer: Layer,
