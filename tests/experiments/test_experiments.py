@@ -366,7 +366,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_sizes": 7}, "num_sizes=7 must be at least 8"),
     ],
     "kv_eviction": [
-        ({"budgets": (64,)}, "budgets=(64,) must be below prompt_tokens=64"),
+        ({"budgets": (384,)}, "budgets=(384,) must be below prompt_tokens=384"),
         ({"rules": ("lru",)}, "must be of"),
     ],
     "speculation_zoo": [
