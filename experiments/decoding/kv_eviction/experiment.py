@@ -326,7 +326,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
                 at = int(np.argmax(evicting.accuracy))
                 best = f"{evicting.rule[at]} with {evicting.budget[at]} tokens"
                 title = f"{best} retrieves {evicting.accuracy[at]:.0%} of the letters"
-        lab.set_labels(ax, title, "budget [tokens/head]", name)
+        lab.set_labels(ax, title, "budget [tokens/head]", name, ylim=(0, None))
         if len(evicting):
             ax.set_xticks(evicting.distinct("budget"))
             ax.legend()
