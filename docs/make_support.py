@@ -322,6 +322,7 @@ FEATURES = [
         "prompt log-probabilities", {"max_logit_rows": 8}, {"prompt_logprobs": True}
     ),
     Option("`logits_fn`", {"logits_fn": unchanged}),
+    Option("`evict=snapkv`", {"evict": "snapkv", "evict_budget": 48}),
     Option("`scan_layers`", {"scan_layers": True}),
     Option("`dtype=bfloat16`", {"dtype": "bfloat16"}),
     Option("LoRA adapters", {"lora": True}, {"adapter": "lora"}),

@@ -158,6 +158,7 @@ def score(
     mesh: Mesh | None = None,
     routes: Int[Array | np.ndarray, "sequences length mixtures top_k"] | None = None,
     adapter: Int[Array | np.ndarray, " sequences"] | None = None,
+    evict: str | None = None,
 ) -> Float[Array, "sequences length"]:
     """Returns the log-probability of each token given the tokens before it.
 
@@ -189,14 +190,17 @@ def score(
         router's choice.
       adapter: adapter of each sequence in parameters that have them: 1 plus its index
         in `Engine.adapters`, or 0 for none. None means none.
+      evict: None. The `evict` of an engine that evicted tokens is refused, since a
+        token then does not attend to all tokens before it.
 
     Returns:
       Log-probabilities, at least float32, 0 at the first token and at padding.
 
     Raises:
       ValueError: the tokens are empty, a length in a NumPy array is out of range, the
-        sequences exceed the model's learned positions, `sampling` has penalties, or
-        `routes` are not those of the tokens and the model, see `models.check_routes`.
+        sequences exceed the model's learned positions, `sampling` has penalties,
+        `evict` is a rule, or `routes` are not those of the tokens and the model, see
+        `models.check_routes`.
     """
     if sampling is not None:
         validation.instance("sampling", sampling, Sampling)
@@ -209,6 +213,8 @@ def score(
                     f"{name}_penalty={value} has no log-probability in score; "
                     "penalties must be off"
                 )
+    if evict is not None:
+        raise ValueError(f"{evict=} must be None in score, which evicts no tokens")
     check_mesh(mesh)
     if not tokens.size:
         raise ValueError(f"{tokens.shape=} must have at least one token")

@@ -80,6 +80,13 @@ class ModelOptions:
     lora: tuple[str, ...] = ()
     """LoRA adapter that requests may choose: a folder in the form of peft, or
     NAME=FOLDER; may be given several times."""
+    evict: Annotated[
+        Literal["streaming-llm", "h2o", "snapkv", "keydiff"] | None,
+        parsing.describe_default("keeps all tokens"),
+    ] = None
+    """Rule by which each KV head evicts tokens from the cache."""
+    evict_budget: int = 0
+    """Tokens that each head keeps with --evict."""
     parallel: str = ""
     """Parallel layout in the syntax of `jaxkv cost`: tp=4 divides heads, MLP and
     vocabulary over four devices. A CPU provides as many virtual devices as needed."""
@@ -472,11 +479,14 @@ def adapter_folders(options: ModelOptions) -> dict[str, Path]:
 
 
 def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
-    """Returns arguments of `Engine.load`: types, end tokens and speculation."""
+    """Returns arguments of `Engine.load`: types, end tokens, eviction, speculation."""
     from jaxkv.speculation import HEAD_KINDS, SpeculationConfig
 
     names = "dtype", "weights", "end_tokens"
     fields: dict[str, Any] = {name: getattr(options, name) for name in names}
+    for name in ("evict", "evict_budget"):
+        if value := getattr(options, name):
+            fields[name] = value
     if options.drafts is not None:
         fields["max_drafts"] = options.drafts
     if options.speculate is None:

@@ -191,6 +191,8 @@ def build_engine_parts(
                 "mesh must be None for a model with recurrent layers, whose states are "
                 "not divided over devices"
             )
+        if config.evict is not None:
+            raise ValueError(f"evict={config.evict!r} must be None on a mesh")
         if config.release_window_pages:
             raise ValueError("release_window_pages=True must be False on a mesh")
         if loaded.config.has_special_layers:
