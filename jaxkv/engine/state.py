@@ -66,6 +66,7 @@ class EngineFields(TypedDict, total=False):
     numerics: Literal["fast", "reproducible"]
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     record_routes: bool
+    record_pages: bool
     state_interval: int
     num_checkpoints: int
     release_window_pages: bool
@@ -144,6 +145,9 @@ class EngineConfig:
     record_routes: bool = False
     """True if answers report the experts of each token, for a mixture of experts. False
     compiles the step without them."""
+    record_pages: bool = False
+    """True if each `StepInfo` has the page tables, reference counts and queue of its
+    step, for a `RunTrace`. False compiles the step without them."""
     seed: int = 0
     """Random seed of requests without their own seed."""
     debug: bool = False

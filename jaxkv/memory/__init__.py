@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     )
     from jaxkv.memory.page_sharing import fork, holders, owned_pages, reorder
     from jaxkv.memory.page_table import (
+        Copies,
         PageTableView,
         SlotPages,
         Table,
