@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from jaxkv.report.viewer.page import MAX_PAGE_STEPS, render_page
     from jaxkv.report.viewer.perfetto import make_perfetto_trace
     from jaxkv.report.viewer.run_events import RunEvent, list_events
-    from jaxkv.report.viewer.run_trace import TraceRequest, RunTrace
+    from jaxkv.report.viewer.run_trace import RunTrace, TraceRequest
     from jaxkv.report.viewer.step_picture import draw_step
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

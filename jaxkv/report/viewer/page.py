@@ -12,7 +12,7 @@ import json
 from importlib import resources
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int, Shaped
 
 from jaxkv.report.viewer.run_events import (
     EVENT_TEXTS,
@@ -51,14 +51,13 @@ def render_page(trace: RunTrace, *, title: str = "jaxkv run") -> str:
         [x.step, kinds.index(x.kind), x.request, x.slot, x.a, x.b]
         for x in list_events(trace)
     ]
-    drafts = np.zeros_like(info.num_rows) if info.num_drafts is None else info.num_drafts
     start_us = np.round((trace.start_s - trace.start_s[0]) * 1e6)
     columns = {
         "request": info.request_id,
         "sample": info.sample,
         "rows": info.num_rows,
         "emitted": info.num_emitted,
-        "drafts": drafts,
+        "drafts": trace.num_drafts,
         "held": info.held,
         "length": pages.length,
         "pageIds": pages.page_ids.reshape(trace.num_steps, -1),
@@ -82,8 +81,7 @@ def render_page(trace: RunTrace, *, title: str = "jaxkv run") -> str:
         "eventKinds": kinds,
         "events": events,
         "requests": [
-            x._asdict()
-            | {"prompt": _cut(x.prompt), "answers": [*map(_cut, x.answers)]}
+            x._asdict() | {"prompt": _cut(x.prompt), "answers": [*map(_cut, x.answers)]}
             for x in trace.requests
         ],
         "columns": {name: encode_column(x) for name, x in columns.items()},
@@ -94,13 +92,14 @@ def render_page(trace: RunTrace, *, title: str = "jaxkv run") -> str:
     return head.replace("{{title}}", html.escape(title)) + text + tail
 
 
-def encode_column(values: Int[np.ndarray, "steps n"]) -> dict[str, object]:
+def encode_column(
+    values: Shaped[Array | np.ndarray, "steps n"],
+) -> dict[str, object]:
     """Returns an array as base64: whole, or the changes between steps if smaller.
 
     The first step of changes is relative to zeros.
     """
-    values = np.ascontiguousarray(values)
-    wide = values.astype(np.int32)
+    wide = np.asarray(values).astype(np.int32)
     whole = _pack(wide)
     before = np.concatenate([np.zeros_like(wide[:1]), wide[:-1]])
     steps, places = np.nonzero(wide != before)

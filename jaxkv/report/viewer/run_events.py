@@ -106,8 +106,6 @@ def trace_lives(trace: RunTrace) -> Int[np.ndarray, "steps requests"]:
     """Returns the state of each request in each step, an index into `LIFE_STATES`."""
     info = trace.info
     pages = trace.pages
-    drafts = 0 if info.num_drafts is None else info.num_drafts
-    is_prefill = info.num_rows - drafts > 1
     lives = np.zeros((trace.num_steps, len(trace.requests)), np.int8)
     for column, request in enumerate(x.request_id for x in trace.requests):
         waits = pages.queue == request
@@ -116,5 +114,5 @@ def trace_lives(trace: RunTrace) -> Int[np.ndarray, "steps requests"]:
         is_swapped = (waits & (pages.queue_swapped > 0)).any(1)
         lives[is_swapped, column] = LIFE_STATES.index("swapped")
         lives[runs.any(1), column] = LIFE_STATES.index("decode")
-        lives[(runs & is_prefill).any(1), column] = LIFE_STATES.index("prefill")
+        lives[(runs & trace.is_prefill).any(1), column] = LIFE_STATES.index("prefill")
     return lives

@@ -8,11 +8,11 @@ import html
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
 from jaxkv import files, validation
 from jaxkv.engine import StepInfo, StepPages
@@ -112,6 +112,17 @@ class RunTrace(NamedTuple):
         return len(self.start_s)
 
     @property
+    def num_drafts(self) -> Int[np.ndarray, "steps slots"]:
+        """Drafts that each slot fed; 0 without speculation."""
+        drafts = self.info.num_drafts
+        return np.asarray(self.info.num_rows * 0 if drafts is None else drafts)
+
+    @property
+    def is_prefill(self) -> Bool[np.ndarray, "steps slots"]:
+        """True if a slot fed several tokens that are no drafts."""
+        return np.asarray(self.info.num_rows) - self.num_drafts > 1
+
+    @property
     def num_pages(self) -> int:
         """Pages of the pool."""
         return self.pages.ref.shape[1]
@@ -122,8 +133,8 @@ class RunTrace(NamedTuple):
         Raises:
           ValueError: the steps are not in the trace, or not in order.
         """
-        validation.integer("last", last, low=0, high=self.num_steps - 1)
-        validation.integer("first", first, low=0, high=last)
+        validation.integer("last", last, below=self.num_steps)
+        validation.integer("first", first, below=last + 1)
         steps = slice(first, last + 1)
         info = jax.tree.map(lambda x: x[steps], self.info)
         return self._replace(start_s=self.start_s[steps], info=info)
@@ -134,12 +145,13 @@ class RunTrace(NamedTuple):
         Raises:
           ValueError: the file cannot be written.
         """
-        content = {"version": VERSION, "page_size": self.page_size}
-        content |= {"start_s": self.start_s}
-        fields = self.info._asdict()
-        content |= {
-            name: x for name, x in fields.items() if isinstance(x, np.ndarray)
+        content: dict[str, Any] = {
+            "version": VERSION,
+            "page_size": self.page_size,
+            "start_s": self.start_s,
         }
+        fields = self.info._asdict()
+        content |= {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
         content |= {_PAGES + name: x for name, x in self.pages._asdict().items()}
         texts = json.dumps([x._asdict() for x in self.requests])
         content["requests"] = np.frombuffer(texts.encode(), np.uint8)
