@@ -33,6 +33,7 @@ SLOW = {
     "tutorials/ladder.md",
     "tutorials/replay_an_incident.md",
     "tutorials/reward.md",
+    "tutorials/see_a_run.md",
     "tutorials/snapshots.md",
 }
 """Pages whose programs are slow."""
@@ -155,7 +156,7 @@ INTERNAL = ("cli", "report", "plotting", "validation")
 
 
 def test_each_package_has_a_page_of_the_reference() -> None:
-    packages = ["jaxkv", "jaxkv.decoding"]
+    packages = ["jaxkv", "jaxkv.decoding", "jaxkv.report.viewer"]
     for name in ("jaxkv", "scaling", "pallas_kernels"):
         folders = (x.parent.name for x in (ROOT / name).glob("*/__init__.py"))
         packages += [f"{name}.{x}" for x in folders if x not in INTERNAL]

@@ -264,7 +264,7 @@ def shown(path: Path, address: str) -> dict[str, str]:
     )
     dom = result.stdout
     assert "<title>&lt;i&gt;</title>" in dom
-    parts = re.findall(r'<(\w+)[^>]* id="(\w+)"[^>]*>(.*?)</\1>', dom, re.DOTALL)
+    parts = re.findall(r'<(\w+)\b[^>]* id="(\w+)"[^>]*>(.*?)</\1>', dom, re.DOTALL)
     return {name: html.unescape(text) for _, name, text in parts} | {"dom": dom}
 
 
