@@ -199,7 +199,7 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
                     write_all(i)
     write.finish()
     if options.trace is not None:
-        from jaxkv.report.viewer import RunTrace
+        from jaxkv.report import RunTrace
 
         RunTrace.of_engine(engine).save(options.trace)
     completions = [

@@ -5,16 +5,14 @@ The module imports only the standard library at the top, so that `--help` is fas
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from jaxkv.cli import parsing
 from jaxkv.cli.arguments import parse_subject
 from jaxkv.cli.output import CommandOutput
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from jaxkv.report.viewer import RunTrace
+    from jaxkv.report import RunTrace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +55,11 @@ def main(args: list[str]) -> CommandOutput:
         "that has a trace.npz.",
     )
     from jaxkv import files
-    from jaxkv.report.viewer import (
+    from jaxkv.report import (
         RunTrace,
         draw_step,
         make_perfetto_trace,
-        render_page,
+        render_viewer,
     )
 
     path = Path(subject)
@@ -74,7 +72,7 @@ def main(args: list[str]) -> CommandOutput:
     contents: dict[Path, str | bytes] = {}
     if out is not None:
         title = path.resolve().stem if options.title is None else options.title
-        contents[out] = render_page(part, title=title)
+        contents[out] = render_viewer(part, title=title)
     if options.svg is not None:
         contents[options.svg] = draw_step(trace, options.step)
     if options.gantt is not None:
@@ -102,7 +100,7 @@ def _draw_gantt(trace: "RunTrace", suffix: str) -> bytes:
     info = trace.info
     columns = [np.asarray(x) for x in (info.request_id, info.held, info.num_rows)]
 
-    def plot(ax: "Axes") -> None:
+    def plot(ax: Any) -> None:
         draw_slots(ax, *columns, num_steps=trace.num_steps, first=0)
         ax.set_xlabel("step [1]")
         ax.set_title("Requests in the slots")

@@ -33,7 +33,7 @@ OWNER_COLORS = (
 """Colours of requests, of Okabe and Ito, with a contrast to black of at least 5."""
 
 
-def render_page(trace: RunTrace, *, title: str = "jaxkv run") -> str:
+def render_viewer(trace: RunTrace, *, title: str = "jaxkv run") -> str:
     """Returns the HTML page of a run; `#step=N` in its address selects a step.
 
     Raises:

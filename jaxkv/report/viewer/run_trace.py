@@ -25,7 +25,7 @@ VERSION = 1
 FILE_NAME = "trace.npz"
 """Name of the file in a run folder."""
 _PAGES = "pages."
-_ABSENT = {"violations", "is_disabled", "used_window_pages"}
+_OMITTED_FIELDS = {"violations", "is_disabled", "used_window_pages"}
 """Fields of a `StepInfo` that a trace does not keep."""
 
 
@@ -82,7 +82,7 @@ class RunTrace(NamedTuple):
         if not steps.size:
             raise ValueError("trace=[] must have a step with a request")
         info = jax.tree.map(lambda *x: np.concatenate(x)[: steps[-1] + 1], *trace)
-        info = info._replace(**dict.fromkeys(_ABSENT))
+        info = info._replace(**dict.fromkeys(_OMITTED_FIELDS))
         submitted = {x.request_id: x for call in trace.calls for x in call.requests}
         requests = tuple(
             TraceRequest(
@@ -181,7 +181,7 @@ class RunTrace(NamedTuple):
             page_size = int(arrays["page_size"])
             pages = StepPages(*(arrays[_PAGES + name] for name in StepPages._fields))
             optional = StepInfo._field_defaults
-            names = {*StepInfo._fields} - _ABSENT - {"pages"}
+            names = {*StepInfo._fields} - _OMITTED_FIELDS - {"pages"}
             fields = {x: arrays[x] for x in names if x in arrays or x not in optional}
             info = StepInfo(**fields, violations=None, pages=pages)
             trace = cls(arrays["start_s"], info, page_size, requests)
@@ -205,11 +205,11 @@ class RunTrace(NamedTuple):
 
     def _repr_html_(self) -> str:
         """Returns the viewer for notebooks, in a frame without access to the page."""
-        from jaxkv.report.viewer.page import MAX_PAGE_STEPS, render_page
+        from jaxkv.report.viewer.page import MAX_PAGE_STEPS, render_viewer
 
         if self.num_steps > MAX_PAGE_STEPS:
             return f"<code>{html.escape(repr(self))}</code>"
-        content = html.escape(render_page(self), quote=True)
+        content = html.escape(render_viewer(self), quote=True)
         look = "width:100%;height:760px;border:1px solid #888"
         return (
             f'<iframe title="{html.escape(repr(self))}" sandbox="allow-scripts" '

@@ -16,7 +16,7 @@ _CHIPS = 8
 _COLUMNS = 12
 """Pages in a line of the pool."""
 _POOL_X = 640
-_WIDTH = _POOL_X + _COLUMNS * CELL_WIDTH + 20
+_TOTAL_WIDTH = _POOL_X + _COLUMNS * CELL_WIDTH + 20
 _NOT_CACHED = "#ffffff"
 _CACHED = "#dddddd"
 _TIMES = "\N{MULTIPLICATION SIGN}"
@@ -80,9 +80,10 @@ def draw_step(trace: RunTrace, step: int) -> str:
     height = y + 24 * len(lines)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+            '<svg xmlns="http://www.w3.org/2000/svg" '
+            f'viewBox="0 0 {_TOTAL_WIDTH} {height}" '
             f'font-family="sans-serif" role="img" aria-label="{escape(title)}">',
-            f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+            f'<rect width="{_TOTAL_WIDTH}" height="{height}" fill="white"/>',
             _text(20, 30, title, bold=True),
             _text(20, 66, "slots and page tables", bold=True),
             _text(_POOL_X, 66, "page pool: owner of each page", bold=True),

@@ -22,7 +22,7 @@ from jaxkv.report.viewer import (
     list_events,
     make_perfetto_trace,
     page,
-    render_page,
+    render_viewer,
     run_events,
 )
 from tests.support import engines
@@ -144,7 +144,7 @@ def test_columns_are_decoded_to_their_values() -> None:
 
 def test_a_page_of_500_steps_is_small_and_loads_nothing() -> None:
     trace = plain_run(num_steps=500, num_slots=32, num_pages=256, page_size=8)
-    content = render_page(trace)
+    content = render_viewer(trace)
     assert len(content.encode()) < 2_000_000
     data = page_document(content)
     for name, values in (
@@ -161,12 +161,12 @@ def test_a_page_of_500_steps_is_small_and_loads_nothing() -> None:
 def test_a_long_run_needs_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MAX_PAGE_STEPS", 39)
     with pytest.raises(ValueError, match=r"num_steps=40 must be in \[1, 39\]"):
-        render_page(TRACE)
+        render_viewer(TRACE)
     assert TRACE._repr_html_() == "<code>" + html.escape(repr(TRACE)) + "</code>"
 
 
 def test_texts_of_users_are_data() -> None:
-    content = render_page(TRACE, title="<b>&")
+    content = render_viewer(TRACE, title="<b>&")
     assert content.count("<script") == content.count("</script>") == 2
     assert "<b>&" not in content
     data = page_document(content)
@@ -232,7 +232,7 @@ def test_the_command_writes_its_files(capsys, tmp_path: Path) -> None:
     report = document(call)
     assert report["files"] == [str(tmp_path / "trace.html")]
     assert (report["num_steps"], report["num_requests"]) == (40, len(TRACE.requests))
-    assert (tmp_path / "trace.html").read_text() == render_page(
+    assert (tmp_path / "trace.html").read_text() == render_viewer(
         TRACE, title=tmp_path.stem
     )
     names = "a.svg", "a.json", "a.png"
@@ -273,7 +273,7 @@ def shown(path: Path, address: str) -> dict[str, str]:
 @pytest.mark.parametrize("step", [0, 17, 39])
 def test_a_browser_shows_the_numbers_of_the_trace(step: int, tmp_path: Path) -> None:
     path = tmp_path / "run.html"
-    path.write_text(render_page(TRACE, title="<i>"), encoding="utf-8")
+    path.write_text(render_viewer(TRACE, title="<i>"), encoding="utf-8")
     texts = shown(path, f"step={step}&request=0")
     counts = table_counts(TRACE, step)
     assert texts["running"] == str((TRACE.info.request_id[step] >= 0).sum())
