@@ -1,6 +1,7 @@
 """Traces of runs by a page manager in plain Python, for tests of the viewer."""
 
 import collections
+from typing import Any
 
 import numpy as np
 
@@ -146,7 +147,7 @@ def plain_run(
         }
         for name, value in columns.items():
             steps[name].append(value)
-    arrays = {name: np.array(values) for name, values in steps.items()}
+    arrays: dict[str, Any] = {name: np.array(x) for name, x in steps.items()}
     pages = StepPages(*(arrays.pop(f"pages.{name}") for name in StepPages._fields))
     info = StepInfo(**arrays, violations=None, pages=pages)
     requests = tuple(
