@@ -30,14 +30,14 @@ def plain_run(
     num_slots: int = 4,
     num_pages: int = 16,
     page_size: int = 4,
-    seed: int = 0,
+    answer: int = 9,
 ) -> RunTrace:
     """Returns a run of forked requests: shared pages, copies and preemptions.
 
     The first slot of a request feeds its prompt in one step, and a second sequence is
     forked from it with all pages. With too few pages, the last request is preempted.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     width = num_pages // 2
     num_places = num_slots + 2
     free = [*range(num_pages)]
@@ -109,7 +109,7 @@ def plain_run(
         ends = {
             x.request
             for x in filter(None, slots)
-            if x.length >= prompts[x.request] + 9 or len(x.pages) == width
+            if x.length >= prompts[x.request] + answer or len(x.pages) == width
         }
         for i, slot in enumerate(slots):
             reasons[i] = ENDED if slot is not None and slot.request in ends else 0

@@ -27,7 +27,7 @@ EVENT_TEXTS = {
     if reason
 }
 """Text of each kind of event; `{a}` and `{b}` are its values."""
-LIFE_STATES = ("none", "waiting", "swapped", "prefill", "decode")
+LIFE_STATES = ("absent", "waiting", "swapped", "prefill", "decode")
 """States of a request in a step, in the order of their codes."""
 
 
