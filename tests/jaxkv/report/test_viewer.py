@@ -27,9 +27,17 @@ from jaxkv.report.viewer import (
 )
 from tests.support import engines
 from tests.support.commands import assert_refused, command, document
-from tests.support.run_traces import HOSTILE, plain_run
+from tests.support.folders import ROOT
 
-TRACE = plain_run()
+HOSTILE = "<script>document.title = 'changed'</script><!-- & \u2028 </p> \"'"
+"""A prompt that a page must show as text."""
+RUNS = {x.stem: RunTrace.read(x) for x in (ROOT / "docs" / "gallery").glob("*.npz")}
+TRACE = RUNS["preemption"]
+TRACE = TRACE._replace(
+    requests=(TRACE.requests[0]._replace(prompt=HOSTILE), *TRACE.requests[1:])
+)
+NUM = TRACE.num_steps
+START_S = TRACE.start_s - TRACE.start_s[0]
 TYPES = {"i1": np.int8, "i2": np.int16, "i4": np.int32}
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -91,14 +99,52 @@ def unpacked(column: dict[str, Any], num_steps: int) -> np.ndarray:
     return np.array(rows)
 
 
-def test_a_trace_explains_its_pool_and_events() -> None:
-    assert TRACE.info.num_copied.sum() > 3
-    assert TRACE.info.num_preempted.sum() > 0
-    assert_tables_explain_the_pool(TRACE)
-    assert_events_count(TRACE)
-    lives = run_events.trace_lives(TRACE)
-    for step in (0, 7, 39):
-        running = {*np.asarray(TRACE.info.request_id[step]).tolist()} - {-1}
+def beside_each_other(trace: RunTrace, copies: int, num_steps: int) -> RunTrace:
+    """Returns copies of a run side by side, repeated in time."""
+    steps = np.resize(np.arange(trace.num_steps), num_steps)
+    num_requests = len(trace.requests)
+
+    def wide(x: Any, shift: int = 0) -> Any:
+        if x.ndim == 1:
+            return x[steps] * copies
+        parts = [
+            np.where(x[steps] >= 0, x[steps] + i * shift, -1) for i in range(copies)
+        ]
+        return np.concatenate(parts, axis=1)
+
+    pages = jax.tree.map(wide, trace.pages)._replace(
+        page_ids=wide(trace.pages.page_ids, trace.num_pages),
+        queue=wide(trace.pages.queue, num_requests),
+    )
+    info = jax.tree.map(wide, trace.info)._replace(
+        request_id=wide(trace.info.request_id, num_requests), pages=pages
+    )
+    requests = tuple(
+        x._replace(request_id=x.request_id + i * num_requests)
+        for i in range(copies)
+        for x in trace.requests
+    )
+    return RunTrace(np.arange(num_steps) * 0.01, info, trace.page_size, requests)
+
+
+def test_the_gallery_has_what_its_page_describes() -> None:
+    page_text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"gallery/(\w+)\.html", page_text)} == {*RUNS}
+    assert RUNS["copy_on_write"].info.num_copied.sum() > 1
+    assert RUNS["preemption"].info.num_preempted.sum() > 1
+    assert RUNS["shared_prefixes"].pages.num_cached.any()
+    speculative = RUNS["speculative_decoding"]
+    assert (speculative.info.num_emitted > 1)[speculative.num_drafts > 0].any()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_trace_explains_its_pool_and_events(name: str) -> None:
+    trace = RUNS[name]
+    assert_tables_explain_the_pool(trace)
+    assert_events_count(trace)
+    lives = run_events.trace_lives(trace)
+    for step in range(trace.num_steps):
+        running = {*np.asarray(trace.info.request_id[step]).tolist()} - {-1}
         states = {i for i, x in enumerate(lives[step].tolist()) if x >= 3}
         assert states == running
 
@@ -109,16 +155,16 @@ def test_a_file_keeps_the_trace(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, tuple(TRACE), tuple(other))
     assert repr(other) == repr(TRACE)
     assert other.part(3, 5).num_steps == 3
-    with pytest.raises(ValueError, match=r"last=40 must be in \[0, 39\]"):
-        TRACE.part(0, 40)
+    with pytest.raises(ValueError, match=r"last=145 must be in \[0, 144\]"):
+        TRACE.part(0, NUM)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
         ("version", 2, "version=2 must be 1"),
-        ("pages.page_ids", np.zeros((40, 3, 2), int), "do not fit together"),
-        ("pages.copied_to", np.full((40, 4), 16), "do not fit together"),
+        ("pages.page_ids", np.zeros((NUM, 3, 2), int), "do not fit together"),
+        ("pages.copied_to", np.full((NUM, 4), 32), "do not fit together"),
         ("requests", np.zeros(1, np.uint8), "is not a trace"),
         ("num_rows", None, "is not a trace: 'num_rows'"),
     ],
@@ -143,9 +189,7 @@ def test_columns_are_decoded_to_their_values() -> None:
 
 
 def test_a_page_of_500_steps_is_small_and_loads_nothing() -> None:
-    trace = plain_run(
-        num_steps=500, num_slots=32, num_pages=256, page_size=4, answer=60
-    )
+    trace = beside_each_other(TRACE, 8, 500)
     assert trace.info.used_pages.max() > 200
     content = render_viewer(trace)
     assert len(content.encode()) < 2_000_000
@@ -163,7 +207,7 @@ def test_a_page_of_500_steps_is_small_and_loads_nothing() -> None:
 
 def test_a_long_run_needs_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MAX_PAGE_STEPS", 39)
-    with pytest.raises(ValueError, match=r"num_steps=40 must be in \[1, 39\]"):
+    with pytest.raises(ValueError, match=r"num_steps=145 must be in \[1, 39\]"):
         render_viewer(TRACE)
     assert TRACE._repr_html_() == "<code>" + html.escape(repr(TRACE)) + "</code>"
 
@@ -199,20 +243,21 @@ def test_colours_have_contrast() -> None:
         assert ratio >= 4.5, (ink, ground)
 
 
-@pytest.mark.parametrize("step", [0, 17, 39])
-def test_a_picture_has_the_pages_of_its_step(step: int) -> None:
-    root = ElementTree.fromstring(draw_step(TRACE, step))
+@pytest.mark.parametrize(("name", "step"), [("preemption", 67), ("copy_on_write", 20)])
+def test_a_picture_has_the_pages_of_its_step(name: str, step: int) -> None:
+    trace = RUNS[name]
+    root = ElementTree.fromstring(draw_step(trace, step))
     texts = [x.text or "" for x in root.iter() if x.tag.endswith("text")]
-    counts = table_counts(TRACE, step)
-    running = (TRACE.info.request_id[step] >= 0).sum()
+    counts = table_counts(trace, step)
+    running = (trace.info.request_id[step] >= 0).sum()
     assert texts[0] == (
-        f"step {step}: {running} running, {TRACE.info.num_waiting[step]} waiting, "
-        f"{len(counts)} of 16 pages in use"
+        f"step {step}: {running} running, {trace.info.num_waiting[step]} waiting, "
+        f"{len(counts)} of 32 pages in use"
     )
     shared = [f"\N{MULTIPLICATION SIGN}{x}" for x in counts.values() if x > 1]
-    assert sorted(x for x in texts if x[:1] == "\N{MULTIPLICATION SIGN}") == shared
-    with pytest.raises(ValueError, match=r"step=40 must be in \[0, 39\]"):
-        draw_step(TRACE, 40)
+    assert [x for x in texts if x[:1] == "\N{MULTIPLICATION SIGN}"] == shared
+    with pytest.raises(ValueError, match=r"step=145 must be in \[0, 144\]"):
+        draw_step(TRACE, NUM)
 
 
 def test_a_perfetto_file_has_the_steps_of_every_slot() -> None:
@@ -223,8 +268,10 @@ def test_a_perfetto_file_has_the_steps_of_every_slot() -> None:
             for x in events
             if x["ph"] == "X" and x["tid"] == slot and "," in x["name"]
         ]
-        running = (TRACE.info.request_id[:, slot] >= 0).sum()
-        assert sum(x["dur"] for x in spans) == 10_000 * running
+        running = TRACE.info.request_id[:, slot] >= 0
+        durations = np.diff(START_S, append=2 * START_S[-1] - START_S[-2])
+        total_s = sum(x["dur"] for x in spans) / 1e6
+        assert total_s == pytest.approx(durations[running].sum(), abs=1e-5)
     used = [x["args"]["pages in use"] for x in events if x["name"] == "pages in use"]
     assert used == TRACE.info.used_pages.tolist()
 
@@ -234,7 +281,7 @@ def test_the_command_writes_its_files(capsys, tmp_path: Path) -> None:
     TRACE.save(tmp_path / "trace.npz")
     report = document(call)
     assert report["files"] == [str(tmp_path / "trace.html")]
-    assert (report["num_steps"], report["num_requests"]) == (40, len(TRACE.requests))
+    assert (report["num_steps"], report["num_requests"]) == (NUM, len(TRACE.requests))
     assert (tmp_path / "trace.html").read_text() == render_viewer(
         TRACE, title=tmp_path.stem
     )
@@ -245,7 +292,7 @@ def test_the_command_writes_its_files(capsys, tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_text() == draw_step(TRACE, 7)
     assert (tmp_path / "a.json").read_text() == make_perfetto_trace(TRACE.part(5, 20))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert_refused(call, "--last 40", "last=40 must be in [0, 39]")
+    assert_refused(call, "--last 145", "last=145 must be in [0, 144]")
     assert_refused(call, "--gantt a.pdf", "--gantt a.pdf: must end in .svg or .png")
     assert_refused(
         command(capsys, "view"), "nowhere.npz", "nowhere.npz: is not a trace"
@@ -273,7 +320,7 @@ def shown(path: Path, address: str) -> dict[str, str]:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
-@pytest.mark.parametrize("step", [0, 17, 39])
+@pytest.mark.parametrize("step", [0, 67, 144])
 def test_a_browser_shows_the_numbers_of_the_trace(step: int, tmp_path: Path) -> None:
     path = tmp_path / "run.html"
     path.write_text(render_viewer(TRACE, title="<i>"), encoding="utf-8")
@@ -284,7 +331,7 @@ def test_a_browser_shows_the_numbers_of_the_trace(step: int, tmp_path: Path) -> 
     assert texts["used"] == str(TRACE.info.used_pages[step]) == str(len(counts))
     assert texts["shared"] == str(sum(x > 1 for x in counts.values()))
     assert texts["free"] == str((TRACE.pages.ref[step] == 0).sum())
-    assert texts["clock"].endswith(f"39, {step / 100:.3f} s")
+    assert texts["clock"].endswith(f"144, {START_S[step]:.3f} s")
     # The prompt of request 0 is text of the selection, not an element.
     assert html.escape(HOSTILE, quote=False) in texts["dom"]
     labels = re.findall(r'aria-label="page (\d+): reference count (\d+)', texts["dom"])
