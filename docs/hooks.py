@@ -5,7 +5,8 @@ on a code host. The build adds each linked file to the site: Markdown becomes a 
 Python and TOML become a page with the file's text, other files are copied.
 
 A line `--8<-- "PATH"` of a page is replaced by the text of a file of the repository,
-whose relative links are kept intact.
+whose relative links are kept intact. Each trace of `docs/gallery/` becomes a page of
+the viewer.
 """
 
 import functools
@@ -22,6 +23,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
+from jaxkv.report.viewer import RunTrace, render_viewer
 from pallas_kernels.lazy_exports import read_exports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +133,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the files outside `docs/` that pages link to."""
+    """Adds the files outside `docs/` that pages link to, and the gallery's pages."""
     for name, path in _linked_files().items():
         inclusion = InclusionLevel.NOT_IN_NAV
         if name.endswith(".md") and path.suffix != ".md":
@@ -144,6 +146,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 config, name, abs_src_path=str(path), inclusion=inclusion
             )
         files.append(file)
+    inclusion = InclusionLevel.NOT_IN_NAV
+    for path in sorted((DOCS / "gallery").glob("*.npz")):
+        title = path.stem.replace("_", " ").capitalize()
+        content = render_viewer(RunTrace.read(path), title=title)
+        name = f"gallery/{path.stem}.html"
+        files.append(File.generated(config, name, content=content, inclusion=inclusion))
     return files
 
 

@@ -131,6 +131,8 @@ class GenerateOptions:
     """Treat the prompt as a message to a chat model, with its chat template."""
     adapter: Annotated[str | None, parsing.describe_default("that of --lora")] = None
     """Name of the adapter that answers, needed with several ones."""
+    trace: Annotated[Path | None, parsing.describe_default("none is kept")] = None
+    """File for the page tables of every step; `jaxkv view` replays it."""
     loading: Annotated[ModelOptions, parsing.UNNAMED] = ModelOptions()
 
 
@@ -214,6 +216,10 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
                 for i in sorted(under_way):
                     write_all(i)
     write.finish()
+    if options.trace is not None:
+        from jaxkv.report import RunTrace
+
+        RunTrace.of_engine(engine).save(options.trace)
     completions = [
         candidate for answers in prompt_answers for candidate in answers[:num_kept]
     ]
@@ -388,6 +394,7 @@ def _engine(model: str, options: GenerateOptions) -> "tuple[Engine, list[list[in
         max_length=max_length,
         max_beams=_power_of_two(num_beams) if num_beams else 0,
         steps_per_call=STEPS_PER_CALL,
+        record_pages=options.trace is not None,
     )
     return engine, prompts
 

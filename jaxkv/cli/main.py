@@ -54,6 +54,9 @@ COMMANDS = {
         "run an incident of a server again, under other policies",
         "jaxkv.cli.replay:main",
     ),
+    "view": Command(
+        "replay a recorded run in a browser, and draw its steps", "jaxkv.cli.view:main"
+    ),
     "bench": Command("measure speed on this machine", "experiments.cli.commands:bench"),
     "cost": Command(
         "count a model's parameters, operations and bytes",

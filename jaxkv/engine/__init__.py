@@ -34,6 +34,6 @@ if TYPE_CHECKING:
         Sequences,
         init,
     )
-    from jaxkv.engine.steps import StepInfo, plan_step, run_steps, step
+    from jaxkv.engine.steps import StepInfo, StepPages, plan_step, run_steps, step
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

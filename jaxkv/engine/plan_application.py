@@ -14,6 +14,7 @@ from jaxkv.engine.state import ALL_KINDS, EngineConfig, EngineState, RequestKind
 from jaxkv.ledger import NO_SEQUENCE, SlotPlan
 from jaxkv.memory import (
     NO_PAGE,
+    Copies,
     Eviction,
     make_prefix_cache,
     make_staging,
@@ -49,6 +50,8 @@ class AppliedPlan(NamedTuple):
     """Token places reserved for each slot, those of drafts excluded."""
     num_copied: Int32[Array, ""]
     """Pages copied before a write because they are shared."""
+    copies: Copies
+    """These pages, and their copies."""
     enough: Bool[Array, ""]
     """True if there were pages for the whole plan."""
 
@@ -105,7 +108,8 @@ def apply_plan(
             prefix_match,
         )
     table = state.table
-    state, num_copied, enough = _reserve(state, batch, config)
+    state, copies, enough = _reserve(state, batch, config)
+    num_copied = jnp.sum(copies.source >= 0, dtype=jnp.int32)
     _, num_rows, granted = batch.plan.within(config.token_budget)
     return state, AppliedPlan(
         scheduling=SchedulingCounts(*batch.scheduling),
@@ -113,6 +117,7 @@ def apply_plan(
         granted=None if granted is None else jnp.where(enough, granted, 0),
         num_places=jnp.maximum(table.length + table.ahead, batch.plan.places),
         num_copied=num_copied,
+        copies=copies,
         enough=enough,
     )
 
@@ -267,11 +272,11 @@ def _reserve(
     state: EngineState,
     batch: _Batch,
     config: EngineConfig,
-) -> tuple[EngineState, Int32[Array, ""], Bool[Array, ""]]:
+) -> tuple[EngineState, Copies, Bool[Array, ""]]:
     """Reserves the planned token places, and copies shared pages before a write.
 
     Returns:
-      The new state, the number of pages copied, and True if there were enough pages.
+      The new state, the pages copied, and True if there were enough pages.
     """
     size, (places, num_rows, drafts) = config.page_size, batch.plan
     if drafts is not None:
@@ -292,5 +297,4 @@ def _reserve(
         max_new_pages=config.max_pages_per_slot,
     )
     pages = memory.copy(state.pages, copies.source, copies.target)
-    num_copied = jnp.sum(copies.source >= 0, dtype=jnp.int32)
-    return state._replace(pages=pages, pool=pool, table=table), num_copied, enough
+    return state._replace(pages=pages, pool=pool, table=table), copies, enough

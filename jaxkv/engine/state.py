@@ -70,6 +70,7 @@ class EngineFields(TypedDict, total=False):
     numerics: Literal["fast", "reproducible"]
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     record_routes: bool
+    record_pages: bool
     state_interval: int
     num_checkpoints: int
     release_window_pages: bool
@@ -163,6 +164,9 @@ class EngineConfig:
     num_adapters: int = 0
     """LoRA adapters that a request may choose from, at most 255, stacked in the
     parameters; 0 compiles the step without adapters. `Engine.load` sets it."""
+    record_pages: bool = False
+    """True if each `StepInfo` has the page tables, reference counts and queue of its
+    step, for a `RunTrace`. False compiles the step without them."""
     seed: int = 0
     """Random seed of requests without their own seed."""
     debug: bool = False

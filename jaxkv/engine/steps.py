@@ -36,6 +36,7 @@ from jaxkv.engine.state import (
 )
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import (
+    Copies,
     Eviction,
     Violations,
     count_prefix_faults,
@@ -48,6 +49,29 @@ from jaxkv.memory import (
 from jaxkv.memory import violations as count_violations
 from jaxkv.models import Forward
 from jaxkv.scheduling import Policy
+
+
+class StepPages(NamedTuple):
+    """Page tables, pool and queue while a step ran, after its plan was applied."""
+
+    page_ids: Int32[Array, "slots pages_per_slot"]
+    """Page table: pages of each slot in token order, `NO_PAGE` beyond them."""
+    length: Int32[Array, " slots"]
+    """Tokens of each slot whose K and V were written before the step."""
+    ref: Int32[Array, " pages"]
+    """Reference count of each page; 0 means free."""
+    is_cached: Bool[Array, " pages"]
+    """True if the page is in the prefix cache, which counts as one reference."""
+    copied_from: Int32[Array, " slots"]
+    """Shared page that the slot copied before a write, or `NO_PAGE`."""
+    copied_to: Int32[Array, " slots"]
+    """Page that the slot has in its place, or `NO_PAGE`."""
+    num_cached: Int32[Array, " slots"]
+    """Prompt tokens of the slot's sequence found in the prefix cache."""
+    queue: Int32[Array, " places"]
+    """Request ids of the queue in order; -1 beyond them."""
+    queue_swapped: Int32[Array, " places"]
+    """Swapped-out pages of each request in the queue."""
 
 
 class StepInfo(NamedTuple):
@@ -104,6 +128,8 @@ class StepInfo(NamedTuple):
     used_window_pages: Int32[Array, ""] | None = None
     """Pages of layers with a window in use while the step ran, those of swapped
     sequences included; None unless they return behind the window."""
+    pages: StepPages | None = None
+    """None unless `EngineConfig.record_pages` is set."""
 
     def __repr__(self) -> str:
         """One line with the numbers of steps and slots."""
@@ -301,6 +327,27 @@ def _info(
         violations=None,
         num_drafts=num_drafts,
         used_window_pages=paging.num_used_window_pages(planned),
+        pages=_record_pages(planned, applied.copies) if config.record_pages else None,
+    )
+
+
+def _record_pages(planned: EngineState, copies: Copies) -> StepPages:
+    """Makes the `StepPages` from the state after planning."""
+    s = planned.sequences
+    pool = planned.pool
+    cache = planned.prefixes
+    queue = planned.ledger.queue
+    swapped = ledger.PROGRESS.read(planned.ledger.progress, "swapped_pages")
+    return StepPages(
+        page_ids=planned.table.page_ids,
+        length=planned.table.length,
+        ref=pool.ref,
+        is_cached=jnp.zeros_like(pool.ref, bool) if cache is None else cache.pinned,
+        copied_from=copies.source,
+        copied_to=copies.target,
+        num_cached=arrays.take(s.num_cached, planned.slots.sequence, fill=0),
+        queue=arrays.take(s.request_id, queue, fill=-1),
+        queue_swapped=arrays.take(swapped, queue, fill=0),
     )
 
 

@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     )
     from jaxkv.memory.page_sharing import fork, holders, owned_pages, reorder
     from jaxkv.memory.page_table import (
+        Copies,
         PageTableView,
         SlotPages,
         Table,

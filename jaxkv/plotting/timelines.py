@@ -45,7 +45,7 @@ def split_into_spans(values: Int[np.ndarray, "steps slots"]) -> Iterator[SlotSpa
                 yield SlotSpan(slot, int(column[start]), start, end)
 
 
-@validation.checks_numbers()
+@validation.checks_numbers(first=0)
 def draw_slots(
     ax: Any,
     request_id: Int[np.ndarray, "steps slots"],
@@ -53,6 +53,7 @@ def draw_slots(
     num_rows: Int[np.ndarray, "steps slots"],
     *,
     num_steps: int,
+    first: int = 1,
 ) -> None:
     """Draws a batch: a bar per request with its number; prefill is darker.
 
@@ -60,11 +61,12 @@ def draw_slots(
     white.
 
     Args:
-      ax: axes; slot 1 is at the top, and one step is one unit wide.
+      ax: axes; the first slot is at the top, and one step is one unit wide.
       request_id: request in each slot; -1 for none.
       held: True for slots held by a finished request.
       num_rows: tokens fed to each slot; more than one means prefill.
       num_steps: end of the x axis.
+      first: number of slot 0 and of request 0 in the figure.
     """
     colors = style.colors()[1:]
     held = held & (request_id < 0)
@@ -75,7 +77,7 @@ def draw_slots(
         if span.value >= 0:
             color = colors[span.value % len(colors)]
             _bar(ax, span, facecolor=color, edgecolor="white")
-            text = str(span.value + 1)
+            text = str(span.value + first)
             if span.end - span.start > 0.016 * len(text) * num_steps:
                 # Luminance in [0, 1]: Rec. 709 weights, with gamma 2.
                 weights = zip((0.213, 0.715, 0.072), color, strict=True)
@@ -89,7 +91,8 @@ def draw_slots(
     num_slots = request_id.shape[1]
     ax.set_xlim(0, num_steps)
     ax.set_ylim(num_slots + 0.6, 0.4)
-    ax.set_yticks(range(1, num_slots + 1) if num_slots <= 16 else [1, num_slots])
+    ticks = range(1, num_slots + 1) if num_slots <= 16 else [1, num_slots]
+    ax.set_yticks(ticks, [str(tick - 1 + first) for tick in ticks])
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
     ax.set_ylabel("slot [1]")

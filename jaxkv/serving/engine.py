@@ -95,7 +95,8 @@ class Engine(EngineCore):
             defaults.
           host_pages: swap space in host memory, in pages, in addition to the staging
             buffer of `max_swap_pages`; None means the size of the pool.
-          keep_trace: True to collect step infos in `trace`.
+          keep_trace: True to collect step infos in `trace`; so does
+            `EngineConfig.record_pages`.
 
         Raises:
           ValueError: a part or rule has another type, the pages do not fit the

@@ -1,6 +1,6 @@
 """Results for the caller: events, answers, completions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -103,8 +103,39 @@ class Completion(NamedTuple):
         return self.answers[0].top_logprobs
 
 
+class RequestPrompt(NamedTuple):
+    """A request of a trace."""
+
+    request_id: int
+    prompt: list[int]
+    """Tokens of the prompt."""
+    num_sequences: int
+    arrival_s: float
+    """Arrival time, in seconds since the engine was made."""
+
+
+class TraceCall(NamedTuple):
+    """A call of a trace: its times, in seconds since the engine was made."""
+
+    dispatch_s: float
+    """Time at which the call was dispatched."""
+    read_s: float
+    """Time at which its results were read."""
+    requests: tuple[RequestPrompt, ...]
+    """Requests that were submitted just before the call."""
+
+
 class Trace(list[StepInfo]):
-    """Step infos of an engine's calls, as NumPy arrays."""
+    """Step infos of an engine's calls, as NumPy arrays.
+
+    With `EngineConfig.record_pages`, `RunTrace.of_engine` makes a viewer of it.
+    """
+
+    def __init__(self, infos: Iterable[StepInfo] = ()):
+        """Copies the infos, and the calls if they are a trace."""
+        super().__init__(infos)
+        self.calls: list[TraceCall] = [*getattr(infos, "calls", ())]
+        """Times and requests of the calls, in the order of the infos."""
 
     def __repr__(self) -> str:
         """One line: the numbers of calls and steps."""

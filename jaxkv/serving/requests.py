@@ -10,7 +10,7 @@ from jaxkv.engine import DrainedSequences
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import RequestAttributes
 from jaxkv.serving import outputs
-from jaxkv.serving.outputs import Completion, Event, FinishedAnswer
+from jaxkv.serving.outputs import Completion, Event, FinishedAnswer, RequestPrompt
 
 if TYPE_CHECKING:
     pass
@@ -63,6 +63,11 @@ class RequestRecord:
     num_swapped: int = 0
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+
+    def to_prompt(self) -> RequestPrompt:
+        """Returns the part of the record that a trace keeps."""
+        num = self.sampling.num_sequences
+        return RequestPrompt(self.request_id, self.prompt, num, self.arrival_s)
 
     def extend(
         self,

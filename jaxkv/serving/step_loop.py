@@ -128,7 +128,7 @@ class StepLoop:
         self._needs_host_swap = False  # the device asks the host to move pages
         self._skips_drafts = False  # as of the last call read
         self._num_steps = 0  # read so far
-        self._keep_trace = keep_trace
+        self._keep_trace = keep_trace or config.record_pages
         self._started = time.perf_counter()
         # Not held while waiting for the device, nor by an abandoned stream.
         self._lock = threading.RLock()
@@ -381,6 +381,9 @@ class StepLoop:
             if self._keep_trace:
                 waiting = info.num_waiting + call.num_pending
                 self.trace.append(info._replace(num_waiting=waiting))
+                requests = (record.to_prompt() for record in call.batch)
+                times = call.now_s, self.now()
+                self.trace.calls.append(outputs.TraceCall(*times, tuple(requests)))
             self.tracker.read(info, self.now())
             if call.drained is not None:
                 self.tracker.collect(call.drained, self.now())
