@@ -8,7 +8,13 @@ from typing import Annotated
 
 from experiments.course import assignments
 from jaxkv import files
-from jaxkv.cli import CommandOutput, choose_word, describe_default, is_word
+from jaxkv.cli import (
+    CommandOutput,
+    asks_help,
+    choose_word,
+    describe_default,
+    is_word,
+)
 from jaxkv.validation import NonNegativeInt
 
 _USAGE = """usage: jaxkv course                          lists topics and assignments
@@ -66,7 +72,7 @@ def main(args: list[str]) -> CommandOutput:
     """Runs `course [ACTION ASSIGNMENT]`."""
     from jaxkv.cli import NoOptions, parse_options
 
-    if not args or (not is_word(args) and not {"-h", "--help"} & {*args}):
+    if not is_word(args) and not asks_help(args):
         parse_options(NoOptions, args, "jaxkv course", _USAGE)
         return _list_course()
     action = choose_word(args, "action", _ACTIONS, _USAGE)
