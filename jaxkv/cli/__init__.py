@@ -7,7 +7,6 @@ from pallas_kernels.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from jaxkv.cli.arguments import (
         asks_help,
-        asks_help,
         choose_word,
         is_word,
         parse_changes,
