@@ -74,6 +74,9 @@ class Requests(NamedTuple):
     """Earliest time of admission: seconds and microseconds."""
     attributes: RequestAttributes
     """Attributes of the requests, for the policy."""
+    grammar_state: Int32[Array, " requests"] | None = None
+    """Initial state of the grammar, as in `Sequences`; None if the engine has no
+    grammars."""
 
 
 def submit(

@@ -66,6 +66,8 @@ class EngineFields(TypedDict, total=False):
     numerics: Literal["fast", "reproducible"]
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     record_routes: bool
+    max_grammars: int
+    max_grammar_cells: int
     state_interval: int
     num_checkpoints: int
     release_window_pages: bool
@@ -144,6 +146,11 @@ class EngineConfig:
     record_routes: bool = False
     """True if answers report the experts of each token, for a mixture of experts. False
     compiles the step without them."""
+    max_grammars: int = 0
+    """Largest number of different grammars of running requests; 0 compiles the step
+    without grammars."""
+    max_grammar_cells: int = 2**20
+    """Largest table of a grammar, in cells of 4 bytes: states times token classes."""
     seed: int = 0
     """Random seed of requests without their own seed."""
     debug: bool = False
@@ -162,6 +169,7 @@ class EngineConfig:
             "max_beams",
             "max_swap_pages",
             "max_drafts",
+            "max_grammars",
             "num_checkpoints",
         )
         bounds = {
@@ -198,6 +206,11 @@ class EngineConfig:
                 "a token place"
             )
 
+        if self.max_grammars * self.max_grammar_cells >= validation.INT32:
+            raise ValueError(
+                f"max_grammars={self.max_grammars} times "
+                f"max_grammar_cells={self.max_grammar_cells} must be below 2**31"
+            )
         if self.record_routes and self.max_beams:
             raise ValueError(
                 f"max_beams={self.max_beams} must be 0 with record_routes=True"
@@ -345,6 +358,9 @@ class Sequences(NamedTuple):
     """Prompt tokens found in the prefix cache."""
     num_swapped: Int32[Array, " sequences"]
     """Preemptions by swapping so far."""
+    grammar_state: Int32[Array, " sequences"] | None = None
+    """State of the answer's grammar after its last token, as in `GrammarTables`; -1
+    without a grammar. None if the engine has no grammars."""
 
 
 class Search(NamedTuple):
@@ -559,4 +575,5 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
         attributes=RequestAttributes(*(zeros() for _ in RequestAttributes._fields)),
         num_cached=zeros(),
         num_swapped=zeros(),
+        grammar_state=zeros() - 1 if config.max_grammars else None,
     )
