@@ -125,6 +125,8 @@ def score(
     """
     if sampling is not None:
         validation.instance("sampling", sampling, Sampling)
+        if sampling.grammar is not None:
+            raise ValueError(f"{sampling.grammar=} must be None: score has no grammars")
         for name in ("repetition", "presence", "frequency"):
             value = getattr(sampling, f"{name}_penalty")
             if value != (name == "repetition"):

@@ -34,11 +34,17 @@ MAX_TABLE_BYTES = 64 * 2**20
 _NUM_SENTINELS = 256
 """Zero bytes before an expression. outlines-core makes an automaton that may begin a
 match at any byte, with a number of states that is exponential in the bounds of
-repetitions. After the sentinel, a match begins at its end only."""
+repetitions. After the zero bytes a match begins at their end only. One zero byte after
+the expression keeps the continuations of a match: the library drops those that begin
+with an incomplete one, so that it reads "a(bc)?" as "a"."""
 
 
 class TextVocabulary(Protocol):
     """A tokenizer that knows the bytes of its tokens, as those of `jaxkv.text`."""
+
+    def __hash__(self) -> int:
+        """Returns the hash by which a built grammar is found again."""
+        ...
 
     def token_bytes(self) -> Sequence[bytes | None]:
         """Returns the bytes of each token; None for tokens without text."""
@@ -66,7 +72,8 @@ class Grammar:
 
         Args:
           pattern: expression in the syntax of Rust's `regex`: Perl's without
-            look-around and back-references; `^` and `$` are implied.
+            look-around and back-references; `^` and `$` are implied. Texts have no zero
+            bytes.
           tokenizer: tokenizer of the model.
 
         Returns:
@@ -271,10 +278,9 @@ def _byte_automaton(pattern: str, name: str) -> tuple[np.ndarray, np.ndarray]:
 
     alphabet = {bytes([byte]): [byte] for byte in range(256)}
     vocabulary = outlines_core.Vocabulary(256, alphabet)  # 256 ends a text
+    framed = f"\\x00{{{_NUM_SENTINELS}}}(?:{pattern})\\x00"
     try:
-        index = outlines_core.Index(
-            f"\\x00{{{_NUM_SENTINELS}}}(?:{pattern})", vocabulary
-        )
+        index = outlines_core.Index(framed, vocabulary)
     except (ValueError, OverflowError) as error:
         raise ValueError(
             f"grammar={validation.format_value(name)}: {validation.one_line(error)}"
@@ -285,21 +291,23 @@ def _byte_automaton(pattern: str, name: str) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"grammar={validation.format_value(name)}: unopened group")
     for _ in range(_NUM_SENTINELS):
         start = transitions[start][0]
+    # The end of a match is the zero byte after it; texts have no zero bytes.
     order = {start: 0}
     pending = [start]
     while pending:
         for byte, target in transitions[pending.pop()].items():
-            if byte < 256 and target not in order:
+            if 0 < byte < 256 and target not in order:
                 order[target] = len(order)
                 pending.append(target)
     sink = len(order)
     edges = np.full((sink + 1, 256), sink, np.int32)
+    accepting = np.zeros(sink + 1, bool)
+    final = set(index.get_final_states())
     for state, row in order.items():
+        accepting[row] = transitions[state].get(0) in final
         for byte, target in transitions[state].items():
-            if byte < 256:
+            if 0 < byte < 256:
                 edges[row, byte] = order[target]
-    final = index.get_final_states()
-    accepting = np.array([state in final for state in order] + [False])
     return edges, accepting
 
 

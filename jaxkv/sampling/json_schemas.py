@@ -8,7 +8,6 @@ is refused by name.
 
 import json
 from collections.abc import Mapping
-from typing import cast
 
 from jaxkv import validation
 
@@ -198,7 +197,7 @@ def _checked[T](value: object, kind: type[T], path: str) -> T:
         raise _refusal(
             path, f"{validation.format_value(value)} must be a {kind.__name__}"
         )
-    return cast("T", value)
+    return value
 
 
 def _read_bounds(node: Mapping[str, object], path: str) -> dict[str, object]:
