@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxkv import validation
 from jaxkv.sampling import json_schemas
@@ -203,11 +203,9 @@ def mask_forbidden(
 
     def mask() -> Array:
         ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-        rows = jnp.broadcast_to(state[:, None], logits.shape)
         tokens = jnp.broadcast_to(ids, logits.shape)
-        allowed: Bool[Array, "rows vocab"] = (
-            next_grammar_state(tables, rows, tokens) >= 0
-        )
+        rows = jnp.broadcast_to(state[:, None], logits.shape)
+        allowed = next_grammar_state(tables, rows, tokens) >= 0
         return jnp.where(allowed | (state < 0)[:, None], logits, -jnp.inf)
 
     with jax.named_scope("grammar"):
@@ -341,7 +339,7 @@ def _merge_equal_states(
 
 def _drop_dead_states(
     table: Int32[np.ndarray, "states classes"],
-) -> Int32[np.ndarray, "states classes"]:
+) -> Int32[np.ndarray, "live classes"]:
     """Drops states that are not reached, or from which no answer can end.
 
     The table is empty if there is no answer.

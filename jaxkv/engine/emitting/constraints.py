@@ -45,10 +45,10 @@ def follow_drafts(
 
     A place after a forbidden draft has no grammar, since the draft is rejected.
     """
-    if grammars is None:
+    current = state.sequences.grammar_state
+    if grammars is None or current is None:
         return drafts
-    root = arrays.take(state.sequences.grammar_state, state.slots.sequence, fill=-1)
-    places = [root]
+    places = [arrays.take(current, state.slots.sequence, fill=-1)]
     for i in range(drafts.tokens.shape[1]):
         before = places[-1]
         if drafts.parents is not None:
