@@ -200,6 +200,11 @@ def serve_model(
     generate.check_drafting(options.loading)
     check_incident_options(options, is_disaggregated)
     if is_disaggregated:
+        if options.max_grammars:
+            raise ValueError(
+                f"--max-grammars {options.max_grammars}: is not supported with "
+                "--decode and --prefill"
+            )
         if options.policy:
             raise ValueError(
                 f"--policy {options.policy}: workers of disaggregated serving have "

@@ -4,6 +4,7 @@ memory."""
 import functools
 import json
 import random
+import types
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.engine import Speculation
+from jaxkv import sampling
+from jaxkv.engine import Drafts, Speculation
+from jaxkv.engine.emitting import follow_drafts
 from jaxkv.sampling import Grammar, Sampling
 from jaxkv.speculation import NGram, Rejection, SharedNoiseVerifier, Synthetic
 from tests.support import constrained, engines
@@ -115,6 +118,38 @@ def test_requests_that_cannot_have_a_grammar_are_refused() -> None:
         constrained.make_engine(max_grammars=0).submit(
             PROMPT, Sampling(grammar=grammar)
         )
+
+
+def test_states_of_a_token_tree_are_those_of_its_paths() -> None:
+    grammar = from_regex("(a|ex){1,3}")
+    tables = sampling.make_grammar_tables(2, 61, 64)
+    tables = sampling.load_grammar(tables, 1, grammar, end_tokens=[END])
+    ids = [TOKENS.index(x) for x in (b"a", b"e", b"x", b"1")]
+    rng = np.random.default_rng(0)
+    tokens = rng.choice(ids, (30, 6))
+    parents = np.stack([rng.integers(0, i + 1, 30) for i in range(6)], axis=1)
+    start = np.where(np.arange(30) % 5 == 0, -1, 64).astype(np.int32)
+    state: Any = types.SimpleNamespace(
+        sequences=types.SimpleNamespace(grammar_state=jnp.asarray(start[::-1])),
+        slots=types.SimpleNamespace(sequence=jnp.arange(30, dtype=jnp.int32)[::-1]),
+    )
+    chain = np.broadcast_to(np.arange(6), parents.shape)
+    num = jnp.full(30, 6, jnp.int32)
+    drafts = Drafts(num, jnp.asarray(tokens, jnp.int32))
+    tree = drafts._replace(parents=jnp.asarray(parents, jnp.int32))
+    for given, before in ((drafts, chain), (tree, parents)):
+        states = follow_drafts(state, given, tables).grammar_state
+        expected = np.full((30, 7), -1)
+        for slot in np.flatnonzero(start >= 0):
+            rows = [0]
+            for i in range(6):
+                row = rows[before[slot, i]]
+                if row >= 0:
+                    row = grammar.table[row, grammar.classes[tokens[slot, i]]]
+                rows.append(row)
+            width = grammar.table.shape[1]
+            expected[slot] = [64 + row * width if row >= 0 else -1 for row in rows]
+        np.testing.assert_array_equal(states, expected)
 
 
 def asks_of(num: int, **fields: Any) -> list[Sampling]:
