@@ -328,7 +328,8 @@ def _merge_equal_states(
         if len(first) == num_blocks:
             break
         num_blocks = len(first)
-    # The initial state is 0 again, and the sink is last.
+    # The initial state is 0 again, and the sink is last, also with states equal to it.
+    first[block[-1]] = len(edges) - 1
     order = np.argsort(first, kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(order.size)
@@ -340,7 +341,7 @@ def _merge_equal_states(
 def _drop_dead_states(
     table: Int32[np.ndarray, "states classes"],
 ) -> Int32[np.ndarray, "live classes"]:
-    """Drops states that are not reached, or from which no answer can end.
+    """Drops the states from which no answer can end.
 
     The table is empty if there is no answer.
     """
@@ -352,14 +353,7 @@ def _drop_dead_states(
             break
         live = grown
     table = np.where(is_edge & live[table], table, FORBIDDEN)
-    reached = np.zeros(len(table), bool)
-    frontier = np.zeros(1, np.int64)
-    while frontier.size:
-        reached[frontier] = True
-        targets = np.unique(table[frontier])
-        targets = targets[targets != FORBIDDEN]
-        frontier = targets[~reached[targets]]
-    rows = np.flatnonzero(reached & live)
+    rows = np.flatnonzero(live)
     new_index = np.full(len(table) + 1, FORBIDDEN, np.int32)  # the last is FORBIDDEN's
     new_index[rows] = np.arange(rows.size)
-    return new_index[table[rows]] if live[0] else table[:0]
+    return new_index[table[rows]] if live[:1].any() else table[:0]

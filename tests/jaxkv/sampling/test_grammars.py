@@ -79,10 +79,14 @@ def test_rows_without_a_grammar_are_unchanged_and_others_masked() -> None:
 
 def test_states_from_which_the_vocabulary_ends_no_answer_are_dropped() -> None:
     words = Vocabulary([b"a", b"c", b"d"])
-    grammar = Grammar.from_regex("ab|cd", words)
-    assert (grammar.table[0, grammar.classes] >= 0).tolist() == [False, True, False]
+    for pattern in ("ab|cd", r"a\x00d|cd"):
+        grammar = Grammar.from_regex(pattern, words)
+        allowed = grammar.table[0, grammar.classes] >= 0
+        assert allowed.tolist() == [False, True, False]
     with refused("grammar='ab' accepts no text of this vocabulary"):
         Grammar.from_regex("ab", words)
+    with refused("accepts no text of this vocabulary"):
+        Grammar.from_regex(r"\x00", words)
 
 
 def test_bytes_of_characters_may_be_divided_over_tokens() -> None:

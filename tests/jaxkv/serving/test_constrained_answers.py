@@ -114,10 +114,12 @@ def test_requests_that_cannot_have_a_grammar_are_refused() -> None:
     large = Grammar("large", grammar.classes, np.zeros((2**17, 2), np.int32))
     with refused("max_grammar_cells=131072"):
         served.submit(PROMPT, Sampling(grammar=large))
+    free = constrained.make_engine(max_grammars=0)
     with refused("needs max_grammars above 0"):
-        constrained.make_engine(max_grammars=0).submit(
-            PROMPT, Sampling(grammar=grammar)
-        )
+        free.submit(PROMPT, Sampling(grammar=grammar))
+    # Its programs have neither tables nor states of grammars.
+    assert free.rules.grammars is None
+    assert free.state.sequences.grammar_state is None
 
 
 def test_states_of_a_token_tree_are_those_of_its_paths() -> None:
@@ -218,9 +220,9 @@ def test_drafted_answers_have_the_distribution_of_masked_sampling() -> None:
     for speculation in (None, Speculation(NGram(), Rejection())):
         fields = {"max_drafts": 3 * (speculation is not None)}
         served = constrained.make_engine(speculation, **fields)
-        prompts = [[3, *[TOKENS.index(b"a")] * 5]] * 3000
-        answers = served.generate(prompts, [ask] * 3000)
-        tokens = np.array([x.tokens[:6] for x in answers])
+        prompts = [[3, *[TOKENS.index(b"a")] * 5]] * 1000
+        answers = served.generate(prompts, [ask] * 1000)
+        tokens = np.array([(x.tokens + [END] * 6)[:6] for x in answers])
         counts.append([np.bincount(column, minlength=61) for column in tokens.T])
     for plain, drafted in zip(*counts, strict=True):
         spread = np.sqrt(plain + drafted + 1)
