@@ -28,7 +28,7 @@ _ANNOTATIONS = frozenset(
     )
 )
 """Keywords without effect on valid documents, and containers of referenced schemas."""
-_KEYWORDS = {
+_TYPE_KEYWORDS = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "minItems", "maxItems"),
     "string": ("minLength", "maxLength"),
@@ -108,19 +108,23 @@ class _Reader:
             return _read_values(node, kinds, path)
         if isinstance(kinds, list) and kinds:
             # A keyword applies to the types that have it.
-            allowed = {key for kind in kinds for key in _KEYWORDS.get(kind, ())}
+            allowed = {key for kind in kinds for key in _TYPE_KEYWORDS.get(kind, ())}
             _refuse_others(node, path, *allowed)
             parts = [
                 {"type": kind}
-                | {key: x for key, x in node.items() if key in _KEYWORDS.get(kind, ())}
+                | {
+                    key: x
+                    for key, x in node.items()
+                    if key in _TYPE_KEYWORDS.get(kind, ())
+                }
                 for kind in kinds
             ]
             return {"anyOf": [self.read(part, path, refs) for part in parts]}
-        if not isinstance(kinds, str) or kinds not in _KEYWORDS:
-            names = ", ".join(_KEYWORDS)
+        if not isinstance(kinds, str) or kinds not in _TYPE_KEYWORDS:
+            names = ", ".join(_TYPE_KEYWORDS)
             shown = validation.format_value(kinds)
             raise _refusal(path, f"type={shown} must be one or a list of {names}")
-        _refuse_others(node, path, *_KEYWORDS[kinds])
+        _refuse_others(node, path, *_TYPE_KEYWORDS[kinds])
         if kinds == "object":
             return self._read_object(node, path, refs)
         bounds = _read_bounds(node, path)

@@ -31,8 +31,8 @@ class FormatBackend(NamedTuple):
 
 def grammar_of(**fields: Any) -> Grammar | None:
     body = json.dumps({"prompt": "text", "n": 2} | fields).encode()
-    asked = openai_requests.parse_completion(body, {}, FormatBackend(), 5.0)
-    return asked.samplings[0].grammar
+    request = openai_requests.parse_completion(body, {}, FormatBackend(), 5.0)
+    return request.samplings[0].grammar
 
 
 def test_formats_become_grammars() -> None:

@@ -139,8 +139,8 @@ def test_states_of_a_token_tree_are_those_of_its_paths() -> None:
     num = jnp.full(30, 6, jnp.int32)
     drafts = Drafts(num, jnp.asarray(tokens, jnp.int32))
     tree = drafts._replace(parents=jnp.asarray(parents, jnp.int32))
-    for given, before in ((drafts, chain), (tree, parents)):
-        states = follow_drafts(state, given, tables).grammar_state
+    for variant, before in ((drafts, chain), (tree, parents)):
+        states = follow_drafts(state, variant, tables).grammar_state
         expected = np.full((30, 7), -1)
         for slot in np.flatnonzero(start >= 0):
             rows = [0]
