@@ -23,10 +23,12 @@ class Config(lab.ConfigRecord):
     """Recorded traces in the folder JAXKV_DATA; absent ones are skipped."""
     recorded_per_s: lab.PositiveFloats = (1.4, 1.1)
     """Rate of each recorded trace in requests per second."""
-    num_requests: lab.PositiveInt = 128
+    num_requests: lab.PositiveInt = 512
     """Requests of a recorded hour."""
     hours: lab.PositiveInts = (3, 2, 4)
-    """Hours of each traffic for training, validation and test."""
+    """Hours of each traffic of sessions for training, validation and test."""
+    recorded_hours: lab.PositiveInts = (8, 3, 6)
+    """Hours of each recorded trace for training, validation and test."""
     transfer: lab.PositiveFloat = 0.85
     """Rate of the second test, relative to that of the search."""
     model: str = "meta-llama/Llama-3.1-70B"
@@ -45,10 +47,8 @@ class Config(lab.ConfigRecord):
     """Waiting requests that a policy sees."""
     population: lab.PositiveInt = 12
     """Policies of a generation."""
-    generations: lab.PositiveInt = 40
-    """Generations of CMA-ES, and of random search."""
-    hours_per_generation: lab.PositiveInt = 1
-    """Train hours of each traffic in a generation; the next one takes the next ones."""
+    generations: lab.PositiveInt = 44
+    """Generations of CMA-ES, and of random search; each serves all train hours."""
     sigma: lab.PositiveFloat = 0.4
     """First standard deviation of the weights, and that of random search."""
     goodput_weight: lab.NonNegativeFloat = 0.2
@@ -79,8 +79,12 @@ class Config(lab.ConfigRecord):
             validation.choice("traffics", traffic, tuple(TRAFFICS))
         if not self.traffics:
             raise ValueError("traffics=() must have at least one traffic")
-        if len(self.hours) != 3:
-            raise ValueError(f"hours={self.hours} must be three numbers")
+        for name, hours in (
+            ("hours", self.hours),
+            ("recorded_hours", self.recorded_hours),
+        ):
+            if len(hours) != 3:
+                raise ValueError(f"{name}={hours} must be three numbers")
 
 
 CONFIGS = {
@@ -95,5 +99,11 @@ CONFIGS = {
         verified_loads=1,
     ),
     "cpu": Config(),
-    "quick": Config(generations=12, verified_loads=2),
+    "quick": Config(
+        num_requests=128,
+        hours=(1, 1, 2),
+        recorded_hours=(1, 1, 2),
+        generations=12,
+        verified_loads=2,
+    ),
 }

@@ -4,9 +4,9 @@ A point of the search is a `LinearScore`, with weights for the order of admissio
 for preemption, a rate of ageing, a chunk size and a watermark, and a `LinearEviction`
 of the prefix cache. The first stage compares rules such as oldest job first on all
 train hours; CMA-ES and random search start at the best one, with equal budgets, and
-minimise the objective over train hours. All policies of a generation serve the same
-hours. The best candidates are compared on the validation hours. Test hours are read
-only then, and give the comparison with the policies of the library.
+minimise the objective over all train hours. The best candidates are compared on the
+validation hours. Test hours are read only then, and give the comparison with the
+policies of the library.
 """
 
 import functools
@@ -109,7 +109,8 @@ class Result(lab.ResultRecord):
     skipped: str = lab.column("traces that are absent")
     num_early: int = lab.column("test hours read before the end of the searches")
     num_faults: int = lab.column("failed checks of the winners in the engine")
-    simulated_hours: float = lab.column("simulated hours of both searches")
+    simulated_hours: float = lab.column("simulated hours of the searches")
+    recorded_hours: float = lab.column("those of recorded requests without sessions")
     hours_per_minute: float = lab.column("simulated hours per minute of the searches")
 
 
@@ -141,7 +142,8 @@ class TrafficFamily(NamedTuple):
 
 def make_families(config: Config) -> tuple[list[TrafficFamily], list[str]]:
     """Returns the families with their hours, and the traces that are absent."""
-    fields = ("num_jobs", "jobs_per_s", "num_requests", "recorded_per_s", "hours")
+    fields = ("num_jobs", "jobs_per_s", "hours")
+    fields += ("num_requests", "recorded_per_s", "recorded_hours")
     digests: dict[str, str] = {}
     if all(getattr(config, x) == getattr(CONFIGS["cpu"], x) for x in fields):
         committed = json.loads(SPLIT.read_text())
@@ -163,14 +165,15 @@ def make_families(config: Config) -> tuple[list[TrafficFamily], list[str]]:
 
     absent = [x for x, path in paths.items() if path is None]
     families = []
-    for family, prefix, traffics in (
-        ("sessions", "sessions/", config.traffics),
-        ("recorded", "", [x for x in config.recorded if x not in absent]),
+    present = [x for x in config.recorded if x not in absent]
+    for family, prefix, traffics, shares in (
+        ("sessions", "sessions/", config.traffics, config.hours),
+        ("recorded", "", present, config.recorded_hours),
     ):
         parts: dict[str, str] = {}
         for traffic in traffics:
-            names = [f"{prefix}{traffic}/{i}" for i in range(sum(config.hours))]
-            parts |= loads.part_of(names, config.hours)
+            names = [f"{prefix}{traffic}/{i}" for i in range(sum(shares))]
+            parts |= loads.part_of(names, shares)
         if parts:
             splits = [
                 HourSplit(parts, functools.partial(read, factor=factor), known)
@@ -188,7 +191,7 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     begin_s = time.perf_counter()
     searches = [_search(config, simulator, x, progress) for x in families]
     search_s = time.perf_counter() - begin_s
-    simulated_hours = simulator.simulated_s / 3600
+    simulated_hours = sum(x.simulated_hours for x in searches)
     hours: list[lab.Row] = []
     num_faults = 0
     for family, search in zip(families, searches, strict=True):
@@ -212,6 +215,11 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
         num_early=sum(x.split.num_early + x.transfer.num_early for x in families),
         num_faults=num_faults,
         simulated_hours=simulated_hours,
+        recorded_hours=sum(
+            search.simulated_hours
+            for family, search in zip(families, searches, strict=True)
+            if family.name == "recorded"
+        ),
         hours_per_minute=simulated_hours / search_s * 60,
     )
 
@@ -222,6 +230,7 @@ class _Search(NamedTuple):
     rules: dict[str, Rules]
     winners: list[lab.Row]
     progress: list[lab.Row]
+    simulated_hours: float = 0.0
 
 
 def _search(
@@ -229,8 +238,8 @@ def _search(
 ) -> _Search:
     """Runs both searches on the train hours, and selects on the validation hours."""
     result = _Search({}, [], [])
+    begin_s = simulator.simulated_s
     train, held_out = (family.split.hours(x) for x in ("train", "validation"))
-    traffics = list(dict.fromkeys(x.traffic for x in train))
     plain = [(linear_score(), linear_eviction())]
     metrics = simulator.run(plain, [*train, *held_out])
     base = {hour.name: x for hour, x in zip([*train, *held_out], metrics, strict=True)}
@@ -264,15 +273,8 @@ def _search(
         )
         scored: list[tuple[float, np.ndarray]] = []
         for generation in range(config.generations):
-            num = config.hours_per_generation
-            hours = [
-                group[(generation * num + i) % len(group)]
-                for traffic in traffics
-                if (group := [x for x in train if x.traffic == traffic])
-                for i in range(num)
-            ]
             asked = optimizer.ask()
-            values = score([*asked], hours)
+            values = score([*asked], train)
             optimizer.tell(asked, values)
             note(name, generation, values)
             scored += [*zip(values.tolist(), asked, strict=True)]
@@ -292,7 +294,7 @@ def _search(
                 "policy_file": scheduling.format_linear_score(*best),
             }
         )
-    return result
+    return result._replace(simulated_hours=(simulator.simulated_s - begin_s) / 3600)
 
 
 def make_rivals(config: Config, family: str) -> dict[str, Policy]:

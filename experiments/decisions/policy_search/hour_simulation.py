@@ -74,8 +74,8 @@ class Simulator:
             for policy, eviction in rules
         ]
         num = len(members)
-        size = config.population * config.hours_per_generation * len(config.traffics)
-        size = min(size, num)
+        # Hours of one traffic take similar numbers of steps.
+        size = min(2 * config.population, num)
         members += members[-1:] * (-num % size)  # the last call repeats its last one
         calls = [
             simulation.simulate(

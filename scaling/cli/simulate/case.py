@@ -9,7 +9,13 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv.files import read_json
-from jaxkv.scheduling import IN_ORDER_NAMES, POLICY_NAMES, Policy, find_policy
+from jaxkv.scheduling import (
+    IN_ORDER_NAMES,
+    POLICY_NAMES,
+    Policy,
+    find_eviction,
+    find_policy,
+)
 from scaling import shapes
 from scaling.calibration import (
     LOOP_FILE,
@@ -66,7 +72,7 @@ class ServerCase(NamedTuple):
     fitted_model: str | None
     """Name by which the model was fitted; None if it was not."""
     doubts: tuple[str, ...] = ()
-    """Doubts about the rows of a trace."""
+    """Doubts about the rows of a trace, and about the policy."""
     usd_per_hour: float | None = None
     """Price of one device."""
     grams_per_kwh: float | None = None
@@ -184,7 +190,7 @@ def resolve_server_case(name: str, options: SimulateOptions) -> ServerCase:
         objectives=objectives,
         num_slots=loads.num_slots,
         fitted_model=_find_fitted(model, posterior),
-        doubts=loads.doubts,
+        doubts=(*loads.doubts, *_policy_doubts(options.policy)),
         usd_per_hour=options.usd_per_hour,
         grams_per_kwh=options.grams_per_kwh,
         log=log,
@@ -331,6 +337,16 @@ def _make_policy(options: SimulateOptions, loads: tuple[ServerLoad, ...]) -> Pol
         )
     # The number of slots bounds the running sequences of policies other than vLLM's.
     return find_policy(options.policy, max_running=options.max_num_seqs)
+
+
+def _policy_doubts(policy: str) -> tuple[str, ...]:
+    """Returns a warning if the policy file has a rule that these loads do not use."""
+    if find_eviction(policy) is None:
+        return ()
+    return (
+        f"the eviction of {policy} changes nothing: the requests of this load have no "
+        "earlier turns, and a prefix that all share stays",
+    )
 
 
 def _find_fitted(model: ModelShape, posterior: ServerPosterior) -> str | None:

@@ -138,7 +138,7 @@ def _describe(case: ServerCase) -> dict[str, Any]:
             "has_model": case.fitted_model is not None,
             "has_device": setup.device.name in case.posterior.devices,
         },
-        "trace_doubts": list(case.doubts),
+        "doubts": list(case.doubts),
     }
 
 

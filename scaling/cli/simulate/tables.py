@@ -207,7 +207,7 @@ def basis_sheet(case: ServerCase, outside: dict[str, OutsideSize]) -> Sheet:
             )
         )
     rows += [("load", f"warning: {x}") for x in describe_outside(outside)]
-    rows += [("trace", f"warning: {x}") for x in case.doubts]
+    rows += [("input", f"warning: {x}") for x in case.doubts]
     return Sheet("Basis", ("", ""), rows)
 
 

@@ -34,12 +34,14 @@ def test_committed_parts_follow_the_hashes_of_names() -> None:
     for name in committed:
         by_traffic.setdefault(name.rpartition("/")[0], []).append(name)
     assert len(by_traffic) == len(config.traffics) + len(config.recorded)
-    for names in by_traffic.values():
-        assert len(names) == sum(config.hours)
+    for traffic, names in by_traffic.items():
+        is_recorded = traffic in config.recorded
+        shares = config.recorded_hours if is_recorded else config.hours
+        assert len(names) == sum(shares)
         keys = {hashlib.sha256(x.encode()).hexdigest(): x for x in names}
         parts = [committed[keys[key]][0] for key in sorted(keys)]
         expected: list[str] = []
-        for part, num in zip(loads.PARTS, config.hours, strict=True):
+        for part, num in zip(loads.PARTS, shares, strict=True):
             expected += [part] * num
         assert parts == expected
 

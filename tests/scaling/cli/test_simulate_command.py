@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxkv import scheduling
+from jaxkv.memory import linear_eviction
 from jaxkv.simulation import Totals
 from scaling.calibration import (
     PRIOR,
@@ -424,7 +426,7 @@ def test_doubts_about_a_trace_and_its_load_are_shown(
     )
     args = ("mixtral-8x7b", "--tp", "2", "--trace", "t.csv", "--num-requests", "40")
     report = document(simulate, *args)
-    (doubt,) = report["trace_doubts"]
+    (doubt,) = report["doubts"]
     assert doubt.startswith("line 62: arrival_s=1787600000 is ")
     outside = {"answer_tokens": {"value": 16.0, "low": 4.0, "high": 5.0}}
     assert report["outside_fitted"] == outside
@@ -615,6 +617,10 @@ def test_each_policy_has_its_own_schedule(simulate: Command) -> None:
     Path("mine.py").write_text("import jaxkv\n\ndef make():\n    return jaxkv.fcfs()\n")
     mine = document(simulate, *args, "--policy", "mine.py:make")["e2e_s"]["mean"]
     assert mine == means_s[0]
+    rules = scheduling.linear_score(), linear_eviction(recency=0.5)
+    Path("rules.json").write_text(scheduling.format_linear_score(*rules))
+    (doubt,) = document(simulate, *args, "--policy", "rules.json")["doubts"]
+    assert doubt.startswith("the eviction of rules.json changes nothing")
     # Policies by attributes that these loads do not have.
     assert_refused(simulate, " ".join((*args, "--policy", "fair-share")), "fair-share")
 
