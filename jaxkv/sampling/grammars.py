@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ the expression keeps the continuations of a match: the library drops those that 
 with an incomplete one, so that it reads "a(bc)?" as "a"."""
 
 
+@runtime_checkable
 class TextVocabulary(Protocol):
     """A tokenizer that knows the bytes of its tokens, as those of `jaxkv.text`."""
 
@@ -215,6 +216,7 @@ def mask_forbidden(
 @functools.lru_cache(maxsize=64)
 def _build(pattern: str, tokenizer: TextVocabulary, name: str) -> Grammar:
     """Makes a grammar of the automaton over bytes."""
+    validation.instance("tokenizer", tokenizer, TextVocabulary)
     edges, accepting = _byte_automaton(pattern, name)
     edges, accepting = _merge_equal_states(edges, accepting)
     columns, byte_class = np.unique(edges, axis=1, return_inverse=True)

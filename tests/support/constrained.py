@@ -1,5 +1,6 @@
 """A small vocabulary, drawn JSON schemas, and engines that answer under grammars."""
 
+import dataclasses
 import random
 import re
 from collections.abc import Iterable
@@ -55,10 +56,11 @@ def make_engine(
         "debug": True,
     }
     config = jaxkv.EngineConfig(**bounds | fields)
+    model = dataclasses.replace(engines.MODEL, max_positions=config.max_length)
     parts = EngineParts(
         engines.params(),
-        PagedForward(engines.MODEL, config.numerics),
-        make_model_pages(engines.MODEL, config),
+        PagedForward(model, config.numerics),
+        make_model_pages(model, config),
         config,
         eos_ids=(END,),
         vocab_size=61,

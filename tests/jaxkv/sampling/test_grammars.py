@@ -189,6 +189,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_schemas_are_refused_by_name(name: str) -> None:
     schema, line = REFUSED[name]

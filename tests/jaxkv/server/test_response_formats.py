@@ -47,6 +47,7 @@ def test_formats_become_grammars() -> None:
     assert grammar_of(response_format={"type": "json_object"}) == expected
 
 
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize(
     ("fields", "line"),
     [

@@ -122,6 +122,7 @@ def test_requests_that_cannot_have_a_grammar_are_refused() -> None:
     assert free.state.sequences.grammar_state is None
 
 
+@pytest.mark.usefixtures("no_type_checks")
 def test_states_of_a_token_tree_are_those_of_its_paths() -> None:
     grammar = from_regex("(a|ex){1,3}")
     tables = sampling.make_grammar_tables(2, 61, 64)
@@ -181,7 +182,9 @@ def answers_of(served: jaxkv.Engine, asks: list[Sampling]) -> list[list[int]]:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("full_optimization")
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    "preemption", ["recompute", pytest.param("swap", marks=pytest.mark.slow)]
+)
 def test_drafts_preemption_and_forks_give_the_same_answers(preemption: Any) -> None:
     plain = constrained.make_engine(numerics="reproducible")
     served = constrained.make_engine(
