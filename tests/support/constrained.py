@@ -15,7 +15,7 @@ from tests.support import engines
 END = 60
 """End token of the vocabulary."""
 _TEXTS = (
-    *'{}[]",:-0123456789aeflnrstu\\ x',
+    *'{}[]",:-0123456789abeflnrstu\\ x',
     *('":', '", "', "true", "false", "null", '{"', "aa", '"a', "1,", "], "),
     *("é", "日"),
 )
