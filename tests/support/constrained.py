@@ -53,7 +53,6 @@ def make_engine(
         "max_grammars": 8,
         "max_grammar_cells": 2**17,
         "steps_per_call": 8,
-        "debug": True,
     }
     config = jaxkv.EngineConfig(**bounds | fields)
     model = dataclasses.replace(engines.MODEL, max_positions=config.max_length)

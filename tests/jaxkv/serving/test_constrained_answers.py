@@ -122,6 +122,7 @@ def test_requests_that_cannot_have_a_grammar_are_refused() -> None:
     assert free.state.sequences.grammar_state is None
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_type_checks")
 def test_states_of_a_token_tree_are_those_of_its_paths() -> None:
     grammar = from_regex("(a|ex){1,3}")
@@ -194,6 +195,7 @@ def test_drafts_preemption_and_forks_give_the_same_answers(preemption: Any) -> N
         prefix_cache=True,
         num_pages=22,
         max_drafts=3,
+        debug=True,
         max_swap_pages=16 * (preemption == "swap"),
     )
     served.trace.clear()
