@@ -181,11 +181,9 @@ def answers_of(served: jaxkv.Engine, asks: list[Sampling]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_optimization")
-@pytest.mark.parametrize(
-    "preemption", ["recompute", pytest.param("swap", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_drafts_preemption_and_forks_give_the_same_answers(preemption: Any) -> None:
     plain = constrained.make_engine(numerics="reproducible")
     served = constrained.make_engine(
