@@ -12,6 +12,7 @@ models with random weights; no program is compiled. A refusal is the line of its
 import argparse
 import dataclasses
 import itertools
+import json
 import re
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from safetensors.numpy import load_file, save_file
 
 import jaxkv
 from jaxkv import speculation
@@ -138,6 +140,7 @@ def save_models(folder: Path) -> None:
         params = transformer.init_params(config, jax.random.key(0))
         tokenizer = ByteTokenizer(256)
         checkpoints.save_model(folder / name, config, params, tokenizer=tokenizer)
+        save_adapter(folder / f"{name}-lora", folder / name)
         for heads in (
             speculation.MedusaConfig(target=config, num_heads=2),
             speculation.EagleConfig(target=config, taps=(0, 1, 2)),
@@ -154,6 +157,31 @@ def save_models(folder: Path) -> None:
                 acceptance=[[0.5, 0.25], [0.5, 0.125]],
                 model_card="",
             )
+
+
+def save_adapter(folder: Path, model: Path) -> None:
+    """Saves an adapter of the first layer's output projection of attention."""
+    weights = load_file(model / "model.safetensors")
+    [name] = [
+        x.removesuffix(".weight")
+        for x in weights
+        if re.search(r"\.0\.(self_attn\.o_proj|attn\.c_proj)\.weight$", x)
+    ]
+    folder.mkdir()
+    save_file(
+        {
+            f"base_model.model.{name}.lora_{half}.weight": weights[f"{name}.weight"][
+                rows, columns
+            ].copy()
+            for half, rows, columns in (
+                ("A", slice(2), slice(None)),
+                ("B", slice(None), slice(2)),
+            )
+        },
+        folder / "adapter_model.safetensors",
+    )
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": [name]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def add_module(
@@ -192,6 +220,8 @@ class Trials:
     def _try(self, option: Option) -> str:
         fields = BOUNDS | option.fields
         model = fields.pop("model", "dense")
+        if fields.pop("lora", False):
+            fields["adapters"] = {"lora": self._folder / f"{model}-lora"}
         method = fields.pop("method", None)
         if method is not None:
             fields["speculate"] = self._speculation(model, method)
@@ -291,6 +321,7 @@ FEATURES = [
     Option("grammar", {"max_grammars": 1}, {"grammar": GRAMMAR}),
     Option("`scan_layers`", {"scan_layers": True}),
     Option("`dtype=bfloat16`", {"dtype": "bfloat16"}),
+    Option("LoRA adapters", {"lora": True}, {"adapter": "lora"}),
 ]
 PLAIN = Option("none of the other options")
 

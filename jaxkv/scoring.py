@@ -29,6 +29,7 @@ from jaxkv.models import (
     ModelConfig,
     PagedForward,
     Params,
+    adapted_products,
     is_stacked,
     make_model_pages,
     merge,
@@ -74,6 +75,7 @@ class _Packing(NamedTuple):
     """The next token, arbitrary in the last row of a sequence."""
     routes: Int32[Array, "rows mixtures top_k"] | None
     """Experts of each row; None leaves the choice to the routers."""
+    adapter: Int32[Array, " rows"] | None = None
 
 
 def score(
@@ -85,6 +87,7 @@ def score(
     sampling: Sampling | None = None,
     mesh: Mesh | None = None,
     routes: Int[Array | np.ndarray, "sequences length mixtures top_k"] | None = None,
+    adapter: Int[Array | np.ndarray, " sequences"] | None = None,
 ) -> Float[Array, "sequences length"]:
     """Returns the log-probability of each token given the tokens before it.
 
@@ -114,6 +117,8 @@ def score(
         padding. Experts are those of `routes`, and their shares are computed from the
         scores of the router, also in the derivative: see `models.route`. None means the
         router's choice.
+      adapter: adapter of each sequence in parameters that have them: 1 plus its index
+        in `Engine.adapters`, or 0 for none. None means none.
 
     Returns:
       Log-probabilities, at least float32, 0 at the first token and at padding.
@@ -127,6 +132,8 @@ def score(
         validation.instance("sampling", sampling, Sampling)
         if sampling.grammar is not None:
             raise ValueError(f"{sampling.grammar=} must be None: score has no grammars")
+        if sampling.adapter is not None:
+            raise ValueError(f"{sampling.adapter=} must be None; see adapter=")
         for name in ("repetition", "presence", "frequency"):
             value = getattr(sampling, f"{name}_penalty")
             if value != (name == "repetition"):
@@ -149,8 +156,10 @@ def score(
     if routes is not None:
         models.check_routes(config, routes, tokens.shape)
         routes = jnp.asarray(routes, jnp.int32)
+    if adapter is not None:
+        adapter = jnp.asarray(adapter, jnp.int32)
     options = _Options(config, sampling, mesh)
-    return _score(options, params, tokens, jnp.asarray(lengths), routes)
+    return _score(options, params, tokens, jnp.asarray(lengths), routes, adapter)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -160,8 +169,9 @@ def _score(
     tokens: Int32[Array, "sequences length"],
     lengths: Int32[Array, " sequences"],
     routes: Int32[Array, "sequences length mixtures top_k"] | None,
+    adapter: Int32[Array, " sequences"] | None,
 ) -> Float[Array, "sequences length"]:
-    return _by_tiles(options, params, tokens, lengths, routes)
+    return _by_tiles(options, params, tokens, lengths, routes, adapter)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -171,6 +181,7 @@ def _by_tiles(
     tokens: Int32[Array, "sequences length"],
     lengths: Int32[Array, " sequences"],
     routes: Int32[Array, "sequences length mixtures top_k"] | None,
+    adapter: Int32[Array, " sequences"] | None,
 ) -> Float[Array, "sequences length"]:
     """Runs the engine's program of `ROW_TILE` rows on all tokens."""
     num, length = tokens.shape
@@ -189,9 +200,16 @@ def _by_tiles(
     if routes is not None:
         place = packed.slot, packed.position
         packed = packed._replace(routes=arrays.take(routes, place, fill=NO_EXPERT))
+    if adapter is not None:
+        row_adapter = arrays.take(adapter, packed.slot, fill=0)
+        packed = packed._replace(adapter=row_adapter)
     run = functools.partial(_run_tiles, options)
     if (mesh := options.mesh) is not None:
-        axes = param_axes(options.config, stacked=is_stacked(params))
+        axes = param_axes(
+            options.config,
+            stacked=is_stacked(params),
+            adapted=adapted_products(params),
+        )
         weights = param_specs(axes, mesh)
         in_specs = weights, pages_specs(pages), REPLICATED, REPLICATED, REPLICATED
         run = map_over_mesh(run, mesh, in_specs, REPLICATED)
@@ -219,10 +237,13 @@ def _by_sequences(
     tokens: Int32[Array, "sequences length"],
     lengths: Int32[Array, " sequences"],
     routes: Int32[Array, "sequences length mixtures top_k"] | None,
+    adapter: Int32[Array, " sequences"] | None,
 ) -> Float[Array, "sequences length"]:
     """Computes the log-probabilities by the ordinary forward pass."""
     num, length = tokens.shape
-    logits = models.logits(params, tokens, config=options.config, routes=routes)
+    logits = models.logits(
+        params, tokens, config=options.config, routes=routes, adapter=adapter
+    )
     logits = logits[:, :-1]
     logits = logits.reshape(-1, logits.shape[-1])
     logprobs = _logprobs_of(options, logits, tokens[:, 1:].reshape(-1))
@@ -306,6 +327,7 @@ def _run_tiles(
             slot=part.slot,
             page_ids=page_ids,
             logit_rows=part.slot,
+            adapter=part.adapter,
         )
         states = forward.states(model, pages, rows, routes=part.routes)
         hidden = states.last.reshape(-1, size // ROW_TILE, ROW_TILE).swapaxes(0, 1)

@@ -29,6 +29,7 @@ DOCS = ROOT / "docs"
 QUICK = {"tutorials/scaling_law.md"}
 """Pages whose programs are quick; those of all other pages are thorough or slow."""
 SLOW = {
+    "tutorials/adapters.md",
     "tutorials/kv_memory.md",
     "tutorials/ladder.md",
     "tutorials/replay_an_incident.md",

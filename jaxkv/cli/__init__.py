@@ -6,6 +6,7 @@ from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from jaxkv.cli.arguments import (
+        asks_help,
         choose_word,
         is_word,
         parse_changes,

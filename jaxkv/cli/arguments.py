@@ -1,10 +1,25 @@
 """Arguments of a command: names first, then flags; importable without tyro."""
 
 import contextlib
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from jaxkv.validation import format_unknown_name
+
+SHORT_HELP = ("-h", "--help")
+"""Flags of the help that fits a screen: a line for each option."""
+FULL_HELP = "--help-all"
+"""Flag of the help with the whole text and the default value of each option."""
+MAX_HELP_LINES = 50
+"""Largest number of lines of the short help."""
+HELP_COLUMNS = 80
+"""Width of the short help in characters."""
+
+
+def asks_help(args: list[str]) -> bool:
+    """Returns True if a flag of either help is among the arguments."""
+    return bool({*SHORT_HELP, FULL_HELP} & {*args})
 
 
 def is_word(args: list[str]) -> bool:
@@ -25,9 +40,20 @@ def choose_word(args: list[str], kind: str, choices: dict[str, str], usage: str)
       ValueError: the name is missing or unknown.
       SystemExit: help was requested, and has been printed.
     """
-    if args[:1] in (["-h"], ["--help"]):
+    if asks_help(args[:1]):
         width = max(map(len, choices), default=0)
         lines = [f"  {name:{width}}  {help}" for name, help in choices.items()]
+        if args[0] in SHORT_HELP:
+            room = HELP_COLUMNS - width - 4
+            short_lines = [
+                f"  {name:{width}}  {textwrap.shorten(help, room, placeholder=' ...')}"
+                for name, help in choices.items()
+            ]
+            if len(lines) > MAX_HELP_LINES - 10:
+                names = textwrap.wrap(", ".join(choices), HELP_COLUMNS - 2)
+                short_lines = [f"  {line}" for line in names]
+            if short_lines != lines:
+                lines = [*short_lines, "", f"{FULL_HELP} describes each {kind}."]
         print("\n".join([usage, "", *lines]))
         raise SystemExit(0)
     if not is_word(args):
@@ -62,7 +88,7 @@ def parse_subject[T](
       options: dataclass of the options.
       prog: command, with the name of its subject.
       missing: error message if there is no subject.
-      description: text for `--help`.
+      description: text for the help.
       default: options that the flags change; None takes the defaults of the dataclass.
 
     Raises:
@@ -70,7 +96,7 @@ def parse_subject[T](
     """
     from jaxkv.cli import parsing
 
-    if not is_word(args) and not {"-h", "--help"} & {*args}:
+    if not is_word(args) and not asks_help(args):
         raise ValueError(missing)
     flags = args[1:] if is_word(args) else args
     parsed = parsing.parse_options(options, flags, prog, description, default=default)
@@ -108,7 +134,7 @@ def parse_changes(
       base: config that the flags change.
       args: flags.
       prog: command, for help and errors.
-      description: text for `--help`.
+      description: text for the help.
       out: description of the folder without `--out`.
 
     Raises:

@@ -75,6 +75,9 @@ class ModelOptions:
     """Tokens that end an answer: union takes those of generation_config.json (or
     config.json) and the tokenizer's; generation_config takes the tokenizer's only if
     those files name none, as transformers does."""
+    lora: tuple[str, ...] = ()
+    """LoRA adapter that requests may choose: a folder in the form of peft, or
+    NAME=FOLDER; may be given several times."""
     parallel: str = ""
     """Parallel layout in the syntax of `jaxkv cost`: tp=4 divides heads, MLP and
     vocabulary over four devices. A CPU provides as many virtual devices as needed."""
@@ -119,6 +122,8 @@ class GenerateOptions:
     """Regular expression that whole answers match; needs the extra `grammar`."""
     chat: bool = False
     """Treat the prompt as a message to a chat model, with its chat template."""
+    adapter: Annotated[str | None, parsing.describe_default("that of --lora")] = None
+    """Name of the adapter that answers, needed with several ones."""
     loading: Annotated[ModelOptions, parsing.UNNAMED] = ModelOptions()
 
 
@@ -239,12 +244,19 @@ def _asks(options: GenerateOptions) -> "list[Sampling]":
         raise ValueError(f"--{flags[0].replace('_', '-')}: not used by beam search")
     if len(flags) > 1:
         raise ValueError("--regex: is not supported with --json-schema")
+    names = [*adapter_folders(options.loading)]
+    adapter = options.adapter
+    if adapter is None and names:
+        if len(names) > 1:
+            raise ValueError(f"--adapter must be {' or '.join(names)}")
+        [adapter] = names
     # Sampling options have the names of the fields of `Sampling`.
     option_values = vars(options)
     field_names = {x.name for x in dataclasses.fields(Sampling)}
     how: dict[str, Any] = {
         name: option_values[name] for name in option_values if name in field_names
     }
+    how["adapter"] = adapter
     how["early_stopping"] = _EARLY_STOPPING[options.early_stopping]
     ask = Sampling(**how)
     seeds = range(len(options.prompt))
@@ -421,9 +433,30 @@ def load_engine(read: ReadModel, options: ModelOptions, **bounds: Any) -> "Engin
         loaded=read.loaded,
         mesh=read.mesh,
         page_size=read.page_size,
+        adapters=adapter_folders(options),
         **speculation_fields(read.name, options),
         **bounds,
     )
+
+
+def adapter_folders(options: ModelOptions) -> dict[str, Path]:
+    """Returns the folders of `--lora` by the names of the adapters.
+
+    Raises:
+      ValueError: two adapters have one name, or a name or a folder is empty.
+    """
+    folders: dict[str, Path] = {}
+    for text in options.lora:
+        name, equals, folder = text.partition("=")
+        if not equals:
+            folder = text
+            name = Path(text).name
+        if not name or not folder or name in folders:
+            raise ValueError(
+                f"--lora {text}: must be NAME=FOLDER with a name of its own"
+            )
+        folders[name] = Path(folder)
+    return folders
 
 
 def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:

@@ -91,7 +91,8 @@ COMMANDS = {
 
 _USAGE = f"""usage: jaxkv COMMAND [OPTIONS]
 
-Every command takes --help, and --json for one JSON document on standard output.
+Every command takes --help, --help-all for the whole text of its options, and
+--json for one JSON document on standard output.
 
 {multiprocess.HELP}"""
 

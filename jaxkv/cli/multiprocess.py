@@ -8,9 +8,9 @@ import sys
 
 PROCESS_FLAGS = ("--coordinator", "--num-processes", "--process-id")
 HELP = """\
-With --coordinator HOST:PORT --num-processes N --process-id I a command is one of N
-processes whose devices form one mesh; I starts at 0. With --coordinator cluster, N
-and I are taken from the cluster's environment."""
+With --coordinator HOST:PORT --num-processes N --process-id I a command is one
+of N processes whose devices form one mesh; I starts at 0. With --coordinator
+cluster, N and I are taken from the cluster's environment."""
 
 
 MANY = ("generate", "train")

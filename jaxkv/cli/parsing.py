@@ -5,10 +5,21 @@ import dataclasses
 import io
 import math
 import re
+import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+
+from jaxkv.cli.arguments import FULL_HELP, HELP_COLUMNS, SHORT_HELP
+
+_MAX_ABOUT_LINES = 4
+"""Largest number of lines of a command's description in the short help."""
+_FLAG_COLUMNS = 24
+"""Width of flags and their values in the short help."""
+_MIN_CLAUSE = 10
+"""Fewest characters of a clause that explains an option."""
 
 
 def describe_default(text: str, help: str | None = None) -> object:
@@ -93,8 +104,8 @@ def parse_options[T](
     Args:
       options: dataclass.
       args: flags.
-      prog: command, for help and errors.
-      description: text for help.
+      prog: command, for the help and errors.
+      description: text for the help.
       markers: markers of tyro. By default None cannot be given as a value, and a flag
         of several values is repeated.
       default: options that the flags change; None takes the defaults of the dataclass.
@@ -103,11 +114,17 @@ def parse_options[T](
       ValueError: a flag or its value is invalid.
       SystemExit: help was requested, and has been printed.
     """
+    is_short = not {*SHORT_HELP}.isdisjoint(args)
+    args = [SHORT_HELP[-1] if arg == FULL_HELP else arg for arg in args]
     errors = io.StringIO()
+    printed = io.StringIO()
     # A field of several types keeps the type of its default.
     config = (tyro.conf.AvoidSubcommands, *markers)
     try:
-        with contextlib.redirect_stderr(errors):
+        with (
+            contextlib.redirect_stderr(errors),
+            contextlib.redirect_stdout(printed if is_short else sys.stdout),
+        ):
             return tyro.cli(
                 options,
                 args=args,
@@ -120,7 +137,58 @@ def parse_options[T](
         if done.code:
             line = _one_line(errors.getvalue())
             raise ValueError(f"{prog}: {line}") from None
+        if is_short:
+            print(_shorten_help(printed.getvalue(), prog, description))
         raise
+
+
+def _shorten_help(full: str, prog: str, description: str) -> str:
+    """Returns a help with one line for each option of tyro's help."""
+    options: list[tuple[str, list[str]]] = []
+    for framed in full.splitlines():
+        line = framed.strip("│").rstrip()
+        flag, _, text = line.strip().partition("  ")
+        if re.match(r" {1,2}-{1,2}\w", line):
+            options.append((flag, [text.strip()]))
+        elif options and line.startswith("   "):
+            options[-1][1].append(line.strip())
+    about = textwrap.wrap(
+        description, HELP_COLUMNS, max_lines=_MAX_ABOUT_LINES, placeholder=" ..."
+    )
+    lines = [f"usage: {prog} [OPTIONS]", "", *about, ""]
+    for flag, texts in options:
+        name, _, value = flag.partition(" ")
+        if name == "-h,":
+            name, value = flag, ""
+        elif name.endswith(","):  # --x, --no-x
+            name, value = name.rstrip(","), ""
+        elif len(f"{name} {value}") > _FLAG_COLUMNS:
+            value = ""
+        room = HELP_COLUMNS - _FLAG_COLUMNS - 4
+        text = _first_clause(" ".join(filter(None, texts)), room)
+        lines.append(f"  {f'{name} {value}':{_FLAG_COLUMNS}}  {text}".rstrip())
+    return "\n".join([*lines, "", f"{FULL_HELP} has the whole text of each option."])
+
+
+def _first_clause(text: str, room: int) -> str:
+    """Returns the longest beginning of a help text that is within `room` characters.
+
+    It ends with the first sentence, a clause, or else with "...". The default value
+    follows, if there is room.
+    """
+    default = re.search(r" ?\(default: ([^()]*)\)$", text)
+    if default is not None:
+        text = text[: default.start()]
+    clauses = [text.partition(". ")[0].rstrip(".")]
+    for mark in ("[;:](?= )", ",(?= )"):
+        ends = [match.start() for match in re.finditer(mark, clauses[0])]
+        clauses += [text[:end] for end in reversed(ends) if end >= _MIN_CLAUSE]
+    clauses.append(textwrap.shorten(text, room, placeholder=" ..."))
+    clause = next(clause for clause in clauses if len(clause) <= room)
+    value = default and default.group(1).strip("' ")
+    if value and len(f"{clause} [{value}]") <= room:
+        clause += f" [{value}]"
+    return clause
 
 
 def _one_line(framed: str) -> str:

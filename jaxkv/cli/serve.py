@@ -205,6 +205,8 @@ def serve_model(
                 f"--max-grammars {options.max_grammars}: is not supported with "
                 "--decode and --prefill"
             )
+        if options.loading.lora:
+            raise ValueError("--lora: is not supported with --decode and --prefill")
         if options.policy:
             raise ValueError(
                 f"--policy {options.policy}: workers of disaggregated serving have "
@@ -228,6 +230,8 @@ def serve_model(
         # From here on the event loop and the engine share the interpreter.
         sys.setswitchinterval(SWITCH_S)
         name = options.name or Path(model).name
+        if name in engine.adapters:
+            raise ValueError(f"--lora {name}=...: is the name of the model")
         with AsyncEngine(engine, model_name=name, recorder=recorder) as backend:
             return serve_backend(backend, listener, options, shown_key, key, documents)
 
@@ -258,8 +262,9 @@ def check_incident_options(options: ServeOptions, is_disaggregated: bool) -> Non
         raise ValueError(f"{flag}: needs --objective-ttft S or --objective-tpot S")
     if is_disaggregated:
         raise ValueError(f"{flag}: is not supported with --decode and --prefill")
-    if options.loading.parallel:
-        raise ValueError(f"{flag}: is not supported with --parallel")
+    for name in ("parallel", "lora"):
+        if getattr(options.loading, name):
+            raise ValueError(f"{flag}: is not supported with --{name}")
     if options.max_grammars:
         raise ValueError(f"{flag}: is not supported with --max-grammars")
     if not options.keep_prompts and (options.loading.speculate or options.max_beams):

@@ -145,6 +145,7 @@ class Router:
         self.config = RouterConfig() if config is None else config
         self.tokenizer = tokenizer
         self.model_name = model_name
+        self.adapters: tuple[str, ...] = ()
         self.name = secrets.token_hex(8)
         # The router encodes prompts, and workers decode answers.
         fields = (
@@ -331,6 +332,9 @@ class Router:
                 f"{len(self._requests)} requests are under way; at most "
                 f"max_requests={self.config.max_requests}"
             )
+        if sampling.adapter is not None:  # prefill workers and routes lack them
+            name = validation.format_value(sampling.adapter)
+            raise ValueError(f"adapter={name} must be None with disaggregated workers")
         if deadline_s is None:
             deadline_s = self.config.deadline_s
         else:

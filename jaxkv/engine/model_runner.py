@@ -194,6 +194,7 @@ def _decode(
         logit_rows=wanted.source,
         states=locate_states(wanted.state_plan, None, place, config),
         window_ids=state.window_ids,
+        adapter=_adapters(state, state.slots.sequence),
     )
     result = run(state.pages, rows)
     after = state._replace(pages=result.pages)
@@ -285,6 +286,7 @@ def _tile(packed: _PackedRows, index: int | Array) -> Rows:
         slot=cut(rows.slot),
         logit_rows=jnp.where(cut(packed.target) >= 0, every, -1),
         states=jax.tree.map(cut, rows.states),
+        adapter=None if rows.adapter is None else cut(rows.adapter),
     )
 
 
@@ -359,8 +361,17 @@ def _pack(
         logit_rows=logit_rows,
         states=locate_states(wanted.state_plan, slot, position, config),
         window_ids=state.window_ids,
+        adapter=_adapters(state, sequence),
     )
     return _PackedRows(rows, target)
+
+
+def _adapters(
+    state: EngineState, sequence: Int32[Array, " rows"]
+) -> Int32[Array, " rows"] | None:
+    """Returns the adapters of sequences, 0 for none; None without adapters."""
+    adapter = state.sequences.adapter
+    return None if adapter is None else arrays.take(adapter, sequence, fill=0)
 
 
 def _tokens(

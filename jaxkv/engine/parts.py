@@ -42,6 +42,9 @@ class EngineParts:
     """Devices to divide the model and its pages over, see `parallel.make_mesh`; the
     parameters must be those that `parallel.tensor.place_params` returns. None means one
     device."""
+    adapters: Sequence[str] = ()
+    """Names of the adapters in the parameters, see `models.load_adapters`, for
+    `Sampling.adapter`."""
 
 
 @validation.suggests_keywords

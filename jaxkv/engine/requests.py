@@ -77,6 +77,9 @@ class Requests(NamedTuple):
     grammar_state: Int32[Array, " requests"] | None = None
     """Initial state of the grammar, as in `Sequences`; None if the engine has no
     grammars."""
+    adapter: Int32[Array, " requests"] | None = None
+    """Adapters, from 1 on, 0 for none; None in an engine without adapters. Requests
+    with other adapters must have other salts."""
 
 
 def submit(

@@ -71,6 +71,7 @@ class EngineFields(TypedDict, total=False):
     state_interval: int
     num_checkpoints: int
     release_window_pages: bool
+    num_adapters: int
     seed: int
     debug: bool
 
@@ -151,6 +152,9 @@ class EngineConfig:
     without grammars."""
     max_grammar_cells: int = 2**20
     """Largest table of a grammar, in cells of 4 bytes: states times token classes."""
+    num_adapters: int = 0
+    """LoRA adapters that a request may choose from, at most 255, stacked in the
+    parameters; 0 compiles the step without adapters. `Engine.load` sets it."""
     seed: int = 0
     """Random seed of requests without their own seed."""
     debug: bool = False
@@ -173,6 +177,7 @@ class EngineConfig:
             "num_checkpoints",
         )
         bounds = {
+            "num_adapters": (0, 256),
             "max_length": 2,
             "queue_head": (0, 512),
             "seed": (0, 2**64),
@@ -361,6 +366,8 @@ class Sequences(NamedTuple):
     grammar_state: Int32[Array, " sequences"] | None = None
     """State of the answer's grammar after its last token, as in `GrammarTables`; -1
     without a grammar. None if the engine has no grammars."""
+    adapter: Int32[Array, " sequences"] | None = None
+    """Adapter of the request, from 1 on, or 0; None in an engine without adapters."""
 
 
 class Search(NamedTuple):
@@ -576,4 +583,5 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
         num_cached=zeros(),
         num_swapped=zeros(),
         grammar_state=zeros() - 1 if config.max_grammars else None,
+        adapter=zeros() if config.num_adapters else None,
     )

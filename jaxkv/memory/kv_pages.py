@@ -159,6 +159,8 @@ class Rows(NamedTuple):
     """States of recurrent layers; None if the state of each slot has its number."""
     window_ids: Int32[Array, "slots pages_per_slot"] | None = None
     """The page table of `Pages.windowed`; None without such pages."""
+    adapter: Int32[Array, " rows"] | None = None
+    """Adapter of each row, from 1 on; 0, or None for all rows, without one."""
 
     @property
     def places(self) -> Int32[Array, " rows"]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from pallas_kernels.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from jaxkv.models.adapters import load_adapters
     from jaxkv.models.checkpoints import (
         LoadedModel,
         load_model,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         run_batch,
         zero_state,
     )
+    from jaxkv.models.layers.row_parts import divide_rows
     from jaxkv.models.moe import (
         NO_EXPERT,
         Routing,
@@ -65,12 +67,15 @@ if TYPE_CHECKING:
     from jaxkv.models.nonlinear import NORMS, norm
     from jaxkv.models.paged import PagedForward, make_model_pages
     from jaxkv.models.param_forms import (
+        adapted_products,
         add_transposed_weights,
+        drop_adapters,
         drop_transposed_weights,
         has_transposed_weights,
         index_leaves,
         is_selection_bias,
         is_stacked,
+        join_adapters,
         stack_layers,
         unstack_layers,
     )
@@ -94,7 +99,6 @@ if TYPE_CHECKING:
         split_and_rotate,
         split_heads,
     )
-    from jaxkv.models.row_parts import divide_rows
     from jaxkv.models.transformer import (
         BY_COLUMNS,
         SHARED_PARAMS,

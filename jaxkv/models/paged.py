@@ -22,12 +22,13 @@ from jaxkv.memory import (
     write_features,
     write_routes,
 )
-from jaxkv.models import interface, rotary, row_parts, transformer
+from jaxkv.models import interface, rotary, transformer
 from jaxkv.models.config import AttentionKind, ModelConfig
 from jaxkv.models.interface import Params
 from jaxkv.models.layers import (
     Numerics,
     RecurrentProjection,
+    divide_rows,
     run_recurrent_rows,
     zero_state,
 )
@@ -242,7 +243,7 @@ class PagedForward:
             if (window := min(windows)) <= (num_drafts := kin.shape[1]):
                 raise ValueError(f"{window=} must be above {num_drafts=} of a tree")
         model = transformer.merge(self.config, params)
-        parts = row_parts.divide_rows(rows, self.numerics)
+        parts = divide_rows(rows, self.numerics)
         layer_pass = self.states(model, pages, rows)
         pages = layer_pass.carry
         if self.taps:
@@ -274,10 +275,10 @@ class PagedForward:
 
         If given, `routes` are the experts of the rows, see `moe.route`, on one device
         per row, and `inputs` replace the embeddings of the rows' tokens. They and the
-        states belong to the rows that `row_parts.divide_rows` assigns to this device;
+        states belong to the rows that `divide_rows` assigns to this device;
         the carry of the result is the pages.
         """
-        parts = row_parts.divide_rows(rows, self.numerics)
+        parts = divide_rows(rows, self.numerics)
         dtype = model.embed.weight[...].dtype
         config = self.config
         # Of this device.
@@ -402,6 +403,7 @@ class PagedForward:
             only=self.layers,
             taps=self.taps,
             routes=routes,
+            adapter=None if rows.adapter is None else parts.shard(rows.adapter),
         )
 
     def _writer(

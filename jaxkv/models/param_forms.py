@@ -67,6 +67,41 @@ def _first_product(params: Params) -> Params:
     return layer["down"] if "down" in layer else layer["mixture"]["router"]
 
 
+ADAPTER_FACTORS = "lora_a", "lora_b"
+"""Parameters of adapters, see `layers.Linear.add_adapters`."""
+
+
+def adapted_products(params: Params) -> dict[int, tuple[str, ...]]:
+    """Returns the names of the products with adapters in each entry of the layers."""
+    return {
+        index: names
+        for index, layer in params["layers"].items()
+        if (names := tuple(x for x in layer if ADAPTER_FACTORS[0] in layer[x]))
+    }
+
+
+def join_adapters(params: Params, adapters: Params) -> Params:
+    """Adds the factors of adapters to parameters whose layers have the same entries.
+
+    Args:
+      params: parameters of a model.
+      adapters: for each entry of the layers and each product with adapters the factors,
+        as `adapters.load_adapters` returns them, or parameters that have them.
+
+    Returns:
+      The tree with the factors next to the weights. Every forward pass accepts it.
+    """
+    layers = dict(params["layers"])
+    for index, names in adapted_products(adapters).items():
+        parts = {
+            name: layers[index][name]
+            | {x: adapters["layers"][index][name][x] for x in ADAPTER_FACTORS}
+            for name in names
+        }
+        layers[index] = layers[index] | parts
+    return {**params, "layers": layers}
+
+
 def stack_layers(config: ModelConfig, params: Params) -> Params:
     """Stacks the parameters of equal layers, for a scan over the layers.
 
@@ -150,7 +185,17 @@ def add_transposed_weights(params: Params) -> Params:
 
 def drop_transposed_weights(params: Params) -> Params:
     """Inverts `add_transposed_weights`; returns other parameters unchanged."""
+    return _without(params, ("transposed",))
+
+
+def drop_adapters(params: Params) -> Params:
+    """Inverts `join_adapters`; returns other parameters unchanged."""
+    return _without(params, ADAPTER_FACTORS)
+
+
+def _without(params: Params, dropped: Sequence[str]) -> Params:
+    """Returns the tree without the entries of some names."""
     if not isinstance(params, dict):
         return params
-    names = [name for name in params if name != "transposed"]
-    return {name: drop_transposed_weights(params[name]) for name in names}
+    names = [name for name in params if name not in dropped]
+    return {name: _without(params[name], dropped) for name in names}

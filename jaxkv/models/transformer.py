@@ -8,7 +8,7 @@ rows]`, unless an `Orientation` with rows is passed.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -180,6 +180,7 @@ class Transformer(nnx.Module):
         only: tuple[int, ...] | None = None,
         taps: tuple[int, ...] = (),
         routes: Int[Array, "rows mixtures top_k"] | None = None,
+        adapter: Int[Array, " rows"] | None = None,
     ) -> States:
         """Runs the layers on every row, with activations as columns.
 
@@ -196,6 +197,7 @@ class Transformer(nnx.Module):
             state.
           routes: experts of every row in each mixture, see `moe.route`; None means the
             router's choice.
+          adapter: adapter of each row, from 1 on, 0 for none; None means none.
 
         Returns:
           The last hidden states, the carry, routings and taps.
@@ -203,7 +205,7 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: `only` is set, and the layers are stacked.
         """
-        o = Orientation(numerics, live, routes)
+        o = Orientation(numerics, live, routes, adapter=adapter)
         x = self.embedded(tokens, positions, o, inputs)
         o = self.add_layer_inputs(o, tokens, x)
         run_result = self.run(
@@ -417,11 +419,22 @@ def _split(
     *,
     scanned: bool = False,
     with_transposed: bool = False,
+    adapted: Mapping[int, tuple[str, ...]] | None = None,
 ) -> tuple[Any, PyTree[ArrayOrShape]]:
-    """Returns the graph of a model, and the shapes of its parameters."""
+    """Returns the graph of a model, and the shapes of its parameters.
+
+    Those of adapters, for a result of `param_forms.adapted_products`, have no shape.
+    """
     rngs = initialization.ShapeRecorder() if rngs is None else rngs
     form = {"scanned": scanned, "with_transposed": with_transposed}
-    build = functools.partial(Transformer, config, rngs=rngs, dtype=dtype, **form)
+
+    def build() -> Transformer:
+        model = Transformer(config, rngs=rngs, dtype=dtype, **form)
+        for index, names in (adapted or {}).items():
+            for name in names:
+                getattr(model.layers[index], name).add_adapters()
+        return model
+
     return nnx.split(nnx.eval_shape(build), nnx.Param)
 
 
@@ -435,7 +448,11 @@ def merge(config: ModelConfig, params: Params) -> Transformer:
     scanned = param_forms.is_stacked(params)
     with_transposed = param_forms.has_transposed_weights(params)
     graph, _ = _split(
-        config, jnp.float32, scanned=scanned, with_transposed=with_transposed
+        config,
+        jnp.float32,
+        scanned=scanned,
+        with_transposed=with_transposed,
+        adapted=param_forms.adapted_products(params),
     )
     return nnx.merge(graph, nnx.State(params))
 
@@ -513,13 +530,18 @@ def param_shapes(
     return jax.eval_shape(functools.partial(param_forms.stack_layers, config), shapes)
 
 
-def param_axes(config: ModelConfig, *, stacked: bool = False) -> Params:
+def param_axes(
+    config: ModelConfig,
+    *,
+    stacked: bool = False,
+    adapted: Mapping[int, tuple[str, ...]] | None = None,
+) -> Params:
     """Returns the tree of parameters with their logical axis names, for meshes.
 
     If `stacked`, the tree is that of `param_forms.stack_layers`, with the leading axis
-    "layers".
+    "layers". With a result of `param_forms.adapted_products`, it has adapters.
     """
-    _, state = _split(config, jnp.float32, scanned=stacked)
+    _, state = _split(config, jnp.float32, scanned=stacked, adapted=adapted)
     is_param = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=is_param)
     axes = nnx.to_pure_dict(axes)
@@ -537,12 +559,13 @@ def logits(
     *,
     config: ModelConfig,
     routes: Int[Array, "batch seq mixtures top_k"] | None = None,
+    adapter: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch seq vocab"]:
     """Returns the logits of a causal forward pass over whole sequences.
 
     As `outputs`, without the results of mixtures.
     """
-    return outputs(params, tokens, config=config, routes=routes).logits
+    return outputs(params, tokens, config=config, routes=routes, adapter=adapter).logits
 
 
 class Outputs(NamedTuple):
@@ -564,6 +587,7 @@ def outputs(
     *,
     config: ModelConfig,
     routes: Int[Array, "batch seq mixtures top_k"] | None = None,
+    adapter: Int[Array, " batch"] | None = None,
 ) -> Outputs:
     """Runs a causal forward pass over whole sequences, with the results of mixtures.
 
@@ -575,6 +599,7 @@ def outputs(
       config: the model, static.
       routes: experts of each token, for example those of a sampler, see `moe.route`;
         None means the router's choice.
+      adapter: adapter of each sequence, from 1 on, 0 for none; None means none.
 
     Raises:
       ValueError: sequences exceed the model's learned positions, or as `check_routes`.
@@ -583,7 +608,7 @@ def outputs(
     if routes is not None:
         moe.check_routes(config, routes, tokens.shape)
     model = merge(config, params)
-    sequences = run_sequences(model, tokens, routes=routes)
+    sequences = run_sequences(model, tokens, routes=routes, adapter=adapter)
     logits = model.logits(sequences.last)
     routings = sequences.routings
     logits = logits.reshape(*tokens.shape, -1)
@@ -624,10 +649,12 @@ def run_sequences(
     taps: tuple[int, ...] = (),
     only: tuple[int, ...] | None = None,
     routes: Int[Array, "batch seq mixtures top_k"] | None = None,
+    adapter: Int[Array, " batch"] | None = None,
 ) -> States:
     """Runs a model over a batch of whole sequences, each from its first token.
 
-    There is no carry; `taps`, `only` and `routes` are those of `Transformer.hidden`.
+    There is no carry; `taps`, `only` and `routes` are those of `Transformer.hidden`,
+    and `adapter` is that of each sequence.
     """
     config, (batch, seq) = model.config, tokens.shape
     position = jnp.tile(jnp.arange(seq, dtype=jnp.int32), batch)
@@ -663,6 +690,8 @@ def run_sequences(
 
     if routes is not None:
         routes = jnp.asarray(routes, jnp.int32).reshape(-1, *routes.shape[2:])
+    if adapter is not None:
+        adapter = jnp.repeat(adapter, seq)
     return model.hidden(
         tokens.reshape(-1),
         position,
@@ -671,4 +700,5 @@ def run_sequences(
         taps=taps,
         only=only,
         routes=routes,
+        adapter=adapter,
     )

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         make_placer,
         param_specs,
         place_heads,
+        place_params,
         stack_sharded_layers,
         unfit_params,
     )

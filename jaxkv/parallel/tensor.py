@@ -21,7 +21,15 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxkv import validation
-from jaxkv.models import EXPERT, TENSOR, ModelConfig, Params, param_axes, stack_layers
+from jaxkv.models import (
+    EXPERT,
+    TENSOR,
+    ModelConfig,
+    Params,
+    adapted_products,
+    param_axes,
+    stack_layers,
+)
 from jaxkv.parallel import layout
 from jaxkv.speculation import EagleConfig, LoadedHeads
 
@@ -102,6 +110,8 @@ def fit_array(
       degree: number of devices that divide it.
     """
     module = tuple(key for key in path if isinstance(key, str))[-2:]
+    if path[-1] == "lora_a":  # it has no outputs
+        return array
     if module[0] == "qkv" and (copies := degree // config.num_kv_heads) > 1:
         kv_heads, group_and_2, *tail_shape = array.shape
         group = group_and_2 - 2
@@ -236,7 +246,8 @@ def stack_sharded_layers(
     stacked = stack_layers(config, params)
     if mesh is None:
         return stacked
-    specs = param_specs(param_axes(config, stacked=True), mesh)
+    adapted = adapted_products(stacked)
+    specs = param_specs(param_axes(config, stacked=True, adapted=adapted), mesh)
     return layout.place_tree(stacked, specs, mesh)
 
 

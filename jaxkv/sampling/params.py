@@ -83,7 +83,11 @@ class Sampling:
     """True if the request may use cached pages of its first tokens, and cache its own;
     the result is the same either way."""
     salt: int = 0
-    """Cached pages are shared only among requests of the same salt, in [0, 2**32)."""
+    """Cached pages are shared only among requests of the same salt, in [0, 2**32), or
+    [0, 2**24) in an engine with adapters."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that answers, one of `Engine.adapters`; None takes the
+    model's weights."""
 
     def __post_init__(self) -> None:
         """Checks every field.
@@ -163,6 +167,12 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     )
 
 
+def _name(name: str, value: object) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise ValueError(f"{name}={validation.format_value(value)} must be a name or None")
+
+
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     refused = f"{name}={validation.format_value(value)} must be a tuple of token ids"
     if not isinstance(value, tuple):
@@ -199,6 +209,7 @@ _CHECKS: dict[str, _Check] = {
     "grammar": _grammar,
     "prefix_cache": validation.boolean,
     "salt": _count(below=2**32),
+    "adapter": _or_none(_name),
 }
 """Check of each field of `Sampling`."""
 

@@ -270,19 +270,22 @@ def make_app(service: HttpService) -> fastapi.FastAPI:
         "owned_by": "jaxkv",
         "max_model_len": backend.max_length,
     }
+    # As in vLLM, an adapter is a model with the served one as its parent.
+    variants = {x: model | {"id": x, "parent": model["id"]} for x in backend.adapters}
+    models_by_name = variants | {backend.model_name: model}
 
     @guarded.api_route("/v1/models", methods=READ)
     async def models() -> Response:
-        return _json_response({"object": "list", "data": [model]})
+        return _json_response({"object": "list", "data": [model, *variants.values()]})
 
     @guarded.api_route("/v1/models/{name:path}", methods=READ)
     async def one_model(name: str) -> Response:
-        if name != backend.model_name:
+        if name not in models_by_name:
             value_text = validation.format_value(name)
             raise ApiError(
                 404, f"there is no model {value_text}", code="model_not_found"
             )
-        return _json_response(model)
+        return _json_response(models_by_name[name])
 
     @guarded.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -352,7 +355,8 @@ async def _respond(
     headers = {name.lower(): value for name, value in request.headers.items()}
     ask = await _run_checked(parse, body, headers, service.backend, service.deadline_s)
     backend = service.backend
-    writer = ResponseWriter(ask, backend.model_name, backend.tokenizer)
+    name = ask.samplings[0].adapter or backend.model_name
+    writer = ResponseWriter(ask, name, backend.tokenizer)
 
     async def complete() -> dict[str, object]:
         completions: dict[int, Completion] = {}

@@ -64,6 +64,11 @@ class AsyncEngine:
         self._thread.start()
 
     @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the engine's adapters."""
+        return self.engine.adapters
+
+    @property
     def tokenizer(self) -> Any:
         """The engine's tokenizer; None without text."""
         return self.engine.tokenizer

@@ -25,6 +25,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the adapters, each a model of its own for clients."""
+        ...
+
+    @property
     def tokenizer(self) -> Any:
         """Tokenizer of the model, as `Engine` takes it; None without text."""
         ...

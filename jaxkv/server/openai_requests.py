@@ -139,6 +139,8 @@ def parse_completion(
     num_tops = _get_checked(body_fields, "logprobs", validation.integer)
     max_tokens = _get_checked(body_fields, "max_tokens", validation.integer)
     fields, request_fields = _parse_common(body_fields, headers, deadline_s, backend)
+    if (model := body_fields.get("model")) in backend.adapters:
+        fields["adapter"] = model
     fields["logprobs"] = num_tops
     fields["prompt_logprobs"] = echo and num_tops is not None
     echoes = None
@@ -215,6 +217,8 @@ def parse_chat(
             "or one of them absent",
         )
     fields, request_fields = _parse_common(body_fields, headers, deadline_s, backend)
+    if (model := body_fields.get("model")) in backend.adapters:
+        fields["adapter"] = model
     num_tops = (num_tops or 0) if wants else None
     fields["logprobs"] = num_tops
     fields["max_tokens"] = limits[0] if limits[1] is None else limits[1]
@@ -331,10 +335,11 @@ def _read_fields(body: bytes, kind: str, backend: Backend) -> dict[str, Any]:
         elif name not in names and name not in _NO_EFFECT:
             raise _unknown_field(name)
     model = body_fields.get("model", backend.model_name)
-    if model != backend.model_name:
+    if model not in (names := (backend.model_name, *backend.adapters)):
         raise ApiError(
             404,
-            f"model={validation.format_value(model)} must be {backend.model_name!r}",
+            f"model={validation.format_value(model)} must be "
+            + " or ".join(map(repr, names)),
             param="model",
             code="model_not_found",
         )

@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -126,6 +126,7 @@ class Engine(EngineCore):
         scan_layers: bool = False,
         speculate: Method | SpeculationConfig | None = None,
         mesh: Mesh | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         end_tokens: EndTokens = "union",
         policy: Policy | None = None,
         eviction: Eviction | None = None,
@@ -156,6 +157,8 @@ class Engine(EngineCore):
             drafts.
           mesh: devices to divide the model and its pages over, see
             `parallel.make_mesh`; each reads its part of the weights. None means one.
+          adapters: folders of LoRA adapters in the form of peft by their names, for
+            `Sampling.adapter`; see `models.load_adapters`.
           end_tokens: "union" of the end tokens of the configuration and of the
             tokenizer, or "generation_config" for the rule of transformers, see
             `load_model`.
@@ -183,6 +186,7 @@ class Engine(EngineCore):
         compiling.keep_programs()
         scan_layers = validation.boolean("scan_layers", scan_layers)
         speculation_config = parse_speculation(speculate)
+        folders = loading.check_adapters(adapters, bounds)
         config = loading.make_engine_config(bounds, speculation_config)
         model = loaded
         if model is None:
@@ -198,6 +202,7 @@ class Engine(EngineCore):
             dtype=np.dtype(dtype).name,
             scan_layers=scan_layers,
             mesh=mesh,
+            adapters=folders,
         )
         parts, speculation = loading.build_engine_parts(
             origin, model, config, speculation_config
@@ -387,4 +392,5 @@ class Engine(EngineCore):
             vocab_size=self._vocab_size,
             has_text=self.tokenizer is not None,
             has_logits_fn=self.rules.logits_fn is not None,
+            adapters=self.adapters,
         )

@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -20,7 +22,17 @@ from jaxkv import files, parallel, validation
 from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import EngineConfig, EngineFields, EngineParts, Speculation, init
 from jaxkv.memory import Pages
-from jaxkv.models import EndTokens, LoadedModel, load_model, read_config
+from jaxkv.models import (
+    EndTokens,
+    LoadedModel,
+    Params,
+    adapted_products,
+    join_adapters,
+    load_adapters,
+    load_model,
+    param_axes,
+    read_config,
+)
 from jaxkv.parallel import (
     check_pages,
     degree_of,
@@ -30,6 +42,7 @@ from jaxkv.parallel import (
     num_page_parts_of,
     pages_specs,
     place_heads,
+    place_params,
     stack_sharded_layers,
 )
 from jaxkv.speculation import (
@@ -56,6 +69,27 @@ class Origin(NamedTuple):
     """Type of the weights."""
     scan_layers: bool
     mesh: Mesh | None
+    adapters: Mapping[str, Path] = MappingProxyType({})
+    """Folders of the adapters by their names."""
+
+
+def check_adapters(
+    adapters: Mapping[str, str | os.PathLike[str]] | None, bounds: EngineFields
+) -> dict[str, Path]:
+    """Returns the folders of adapters by their names, and sets `num_adapters`.
+
+    Raises:
+      ValueError: the argument is not a mapping of names to paths, or `num_adapters` is
+        another number.
+    """
+    folders = {} if adapters is None else adapters
+    validation.instance("adapters", folders, Mapping)
+    if not all(isinstance(name, str) and name for name in folders):
+        raise ValueError(f"adapters={[*folders]} must have names that are not empty")
+    num = bounds.setdefault("num_adapters", len(folders))
+    if num != len(folders):
+        raise ValueError(f"num_adapters={num} must be {len(folders)}, as in adapters")
+    return {x: validation.path(f"adapters[{x!r}]", folders[x]) for x in folders}
 
 
 def make_engine_config(
@@ -159,6 +193,8 @@ def build_engine_parts(
             check_pages(mesh, page_size=config.page_size, window=window)
         if loaded.config.sinks and num_page_parts_of(mesh) > 1:
             raise ValueError("sinks need pages that are not divided over devices")
+    if origin.adapters:
+        params = _add_adapters(origin, loaded)
     if origin.scan_layers:
         params = stack_sharded_layers(loaded.config, params, mesh)
     draft = heads = None
@@ -208,8 +244,22 @@ def build_engine_parts(
         eos_ids=loaded.eos_ids,
         vocab_size=loaded.config.vocab_size,
         mesh=mesh,
+        adapters=tuple(origin.adapters),
     )
     return parts, speculation
+
+
+def _add_adapters(origin: Origin, loaded: LoadedModel) -> Params:
+    """Returns the parameters with the adapters, on the devices of the model."""
+    config = read_config(origin.folder)
+    adapters = load_adapters(origin.adapters, config, dtype=origin.dtype)
+    check_free_memory(adapters, f"adapters={[*origin.adapters]}")
+    if origin.mesh is None:
+        return join_adapters(loaded.params, jax.device_put(adapters))
+    axes = param_axes(config, adapted=adapted_products(adapters))
+    return join_adapters(
+        loaded.params, place_params(config, adapters, origin.mesh, axes)
+    )
 
 
 def num_bytes(tree: PyTree[ArrayOrShape]) -> int:

@@ -24,6 +24,9 @@ from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import check_policy
 
+ADAPTER_BIT = 24
+"""Lowest bit of the adapter's number in the salt of a sequence."""
+
 
 def check_parts(parts: EngineParts, rules: EngineRules) -> EngineParts:
     """Checks the parts and rules of an engine.
@@ -57,6 +60,11 @@ def check_parts(parts: EngineParts, rules: EngineRules) -> EngineParts:
     if parts.mesh is not None and parts.pages.windowed is not None:
         raise ValueError("release_window_pages=True must be False on a mesh")
     config = parts.config
+    if len({*parts.adapters}) != config.num_adapters:
+        raise ValueError(
+            f"num_adapters={config.num_adapters} must be the number of names in "
+            f"adapters={list(parts.adapters)}"
+        )
     speculation = rules.speculation
     if speculation is not None:
         validation.instance("speculation.drafter", speculation.drafter, Drafter)
@@ -84,6 +92,23 @@ def check_parts(parts: EngineParts, rules: EngineRules) -> EngineParts:
     if config.max_grammars and size is None:
         raise ValueError(f"{config.max_grammars=} needs vocab_size")
     return dataclasses.replace(parts, eos_ids=tuple(eos_ids), vocab_size=size)
+
+
+def check_adapter(ask: Sampling, adapters: Sequence[str]) -> None:
+    """Checks that an engine has the adapter of a request.
+
+    Raises:
+      ValueError: it has none of this name, or the salt has no room for its number.
+    """
+    if ask.adapter is not None and ask.adapter not in adapters:
+        names = " or ".join(map(repr, adapters))
+        need = f"must be {names}" if names else "must be None in an engine without any"
+        raise ValueError(f"adapter={validation.format_value(ask.adapter)} {need}")
+    if adapters and ask.salt >> ADAPTER_BIT:
+        raise ValueError(
+            f"salt={ask.salt} must be in [0, 2**{ADAPTER_BIT}) in an engine with "
+            "adapters"
+        )
 
 
 def check_prefixes_move(state: EngineState) -> None:
@@ -132,6 +157,7 @@ def check_request(
     vocab_size: int | None,
     has_text: bool,
     has_logits_fn: bool = False,
+    adapters: Sequence[str] = (),
 ) -> list[int]:
     """Checks that an engine can serve a request.
 
@@ -143,6 +169,7 @@ def check_request(
       vocab_size: bound on token ids; None does not check them.
       has_text: True if there is a tokenizer.
       has_logits_fn: True if the engine has a user function that changes logits.
+      adapters: names of the engine's adapters.
 
     Returns:
       The prompt as a list.
@@ -154,6 +181,7 @@ def check_request(
         raise ValueError(
             f"sampling={validation.format_value(ask)} must be a Sampling or None"
         )
+    check_adapter(ask, adapters)
     ids = _check_prompt(tokens, ask, config)
     limit = max(min(ids.size + ask.max_tokens, config.max_length), ids.size + 1)
     _check_answers(ask, ids.size, limit, config, has_logits_fn)

@@ -21,6 +21,7 @@ from jaxkv.sampling import (
 )
 from jaxkv.scheduling import RequestAttributes, attribute_columns
 from jaxkv.serving import outputs, refusals
+from jaxkv.serving.refusals import ADAPTER_BIT
 
 
 @validation.checks_numbers()
@@ -35,6 +36,7 @@ def make_requests(
     attributes: Sequence[RequestAttributes | None] | None = None,
     eos_ids: tuple[int, ...] = (),
     width: int | None = None,
+    adapters: Sequence[str] = (),
 ) -> Requests:
     """Packs requests for `requests.submit`, as NumPy arrays.
 
@@ -50,6 +52,7 @@ def make_requests(
       eos_ids: end tokens of the model.
       width: rows of the result, one for each sequence, the rest unused; None means the
         number of sequences.
+      adapters: names of the engine's adapters, in their order.
 
     Returns:
       The requests. `submit` refuses those that do not fit the engine.
@@ -85,6 +88,11 @@ def make_requests(
         padding = np.full((unused, *values.shape[1:]), blank, dtype)
         return np.concatenate([values[np.array(owner, int)], padding])
 
+    for ask in asks:
+        refusals.check_adapter(ask, adapters)
+    numbers = [1 + [*adapters].index(x.adapter) if x.adapter else 0 for x in asks]
+    # Pages of one adapter are never found by a request of another.
+    salts = [x.salt + (i << ADAPTER_BIT) for x, i in zip(asks, numbers, strict=True)]
     keys = [
         request_key(ask.seed, config.seed, key_id)
         for ask, key_id in zip(asks, key_ids, strict=True)
@@ -114,7 +122,7 @@ def make_requests(
             [*[keys[i] for i in owner], *[np.zeros(2, np.uint32)] * unused],
             [*samples, *[0] * unused],
         ),
-        salt=column([ask.salt for ask in asks], np.uint32),
+        salt=column(salts, np.uint32),
         use_prefix_cache=column([ask.prefix_cache for ask in asks], bool),
         keep_logprobs=column([outputs.needs_logprobs(ask) for ask in asks], bool),
         keep_prompt_logprobs=keep_prompt_logprobs,
@@ -124,6 +132,7 @@ def make_requests(
         arrival=column(clock.from_seconds(np.array(arrivals_s, np.float64))),
         attributes=jax.tree.map(column, attribute_columns(checked_attributes)),
         grammar_state=column([-1] * num, blank=-1) if config.max_grammars else None,
+        adapter=column(numbers) if config.num_adapters else None,
     )
 
 
@@ -134,12 +143,14 @@ def prefix_of(
 
     Raises:
       ValueError: there is no prefix cache, there are too many tokens, a token is not in
-        the vocabulary, or the salt is not in [0, 2**32).
+        the vocabulary, or the salt is not in [0, 2**32), or [0, 2**24) in an engine
+        with adapters, of which the prefix has none.
     """
     if not config.prefix_cache:
         raise ValueError(f"{config.prefix_cache=} must be True")
     prompt_ids = validation.token_ids("tokens", tokens, vocab_size=vocab_size)
-    salt = validation.integer("salt", salt, below=2**32)
+    below = 1 << ADAPTER_BIT if config.num_adapters else 2**32
+    salt = validation.integer("salt", salt, below=below)
     if len(prompt_ids) > config.max_length:
         raise ValueError(f"{len(prompt_ids)=} must be at most {config.max_length=}")
     # The last token is always fed.

@@ -98,6 +98,8 @@ class StepLoop:
         """The tokenizer; None without text."""
         self.eos_ids = tuple(parts.eos_ids or ())
         """Tokens that end an answer."""
+        self.adapters = tuple(parts.adapters)
+        """Names of the adapters, in the order of their numbers from 1 on."""
         self.rules = rules
         """The rules of the next steps."""
         self.trace = outputs.Trace()
@@ -383,6 +385,7 @@ class StepLoop:
             attributes=[record.attributes for record in batch],
             eos_ids=self.eos_ids,
             width=max(self.config.submit_width, self.config.max_slots),
+            adapters=self.adapters,
         )
         row = 0
         for record in batch:

@@ -11,10 +11,13 @@ from jaxkv.arrays import ArrayOrShape
 from jaxkv.models import (
     Forward,
     ModelConfig,
+    adapted_products,
     add_transposed_weights,
+    drop_adapters,
     drop_transposed_weights,
     has_transposed_weights,
     is_stacked,
+    join_adapters,
     unstack_layers,
 )
 from jaxkv.parallel import stack_sharded_layers
@@ -70,6 +73,10 @@ def _convert(
     loaded = drop_transposed_weights(old)
     if stacked:
         loaded = jax.eval_shape(functools.partial(unstack_layers, config), loaded)
+    has_other_form = jax.tree.structure(new) != jax.tree.structure(loaded)
+    if adapted_products(loaded) and has_other_form:
+        _check(drop_adapters(loaded), new)
+        new = join_adapters(new, unstack_layers(config, old))
     _check(loaded, new)
     if stacked:
         new = stack_sharded_layers(config, new, mesh)

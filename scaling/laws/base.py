@@ -113,6 +113,8 @@ class Law:
       floor: coefficient that the target approaches, for laws that have one.
       units: groups of inputs, by index, that are divided by one common mean before
         fitting; None for one group each; an input in no group is not divided.
+      same_as: name of the law of the same curves, if this one differs from it by the
+        names or units of its coefficients alone; `--law all` ranks only the other.
     """
 
     name: str
@@ -127,6 +129,7 @@ class Law:
     two_powers: Callable[[Coefficients], TwoPowers] | None = None
     floor: str | None = None
     units: tuple[tuple[int, ...], ...] | None = None
+    same_as: str = ""
 
     @property
     def coefficients(self) -> tuple[str, ...]:

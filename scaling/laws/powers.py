@@ -59,8 +59,9 @@ def power_sum(
     *,
     target: str = "loss",
     two_powers: Callable[[Coefficients], TwoPowers] | None = None,
+    same_as: str = "",
 ) -> Law:
-    """Makes the law of a sum of terms; `target` and `two_powers` are its fields."""
+    """Makes the law of a sum of terms; arguments after `source` are its fields."""
     place = {coordinate.name: i for i, coordinate in enumerate(coordinates)}
     row = {column: i for i, column in enumerate(inputs)}
 
@@ -120,6 +121,7 @@ def power_sum(
         floor=next((term.scale for term in terms if not term.powers), None),
         target=target,
         two_powers=two_powers,
+        same_as=same_as,
     )
 
 
@@ -213,6 +215,7 @@ ROSENFELD = power_sum(
     ),
     "Rosenfeld et al. 2020, arXiv:1909.12673",
     two_powers=lambda c: TwoPowers(c["a"], c["b"], c["alpha"], c["beta"], c["c"]),
+    same_as="chinchilla",
 )
 
 OVER_TRAINING = power_sum(
@@ -234,6 +237,7 @@ OVER_TRAINING = power_sum(
     two_powers=lambda c: TwoPowers(
         c["a"], c["b"] * 6 ** (c["eta"] / 2), -c["eta"], -c["eta"], c["E"]
     ),
+    same_as="chinchilla-tied",
 )
 
 KRAJEWSKI = power_sum(

@@ -40,6 +40,12 @@ if TYPE_CHECKING:
         optimal_rates,
     )
     from scaling.sweeps.progress import format_best_loss, run_logged_sweep
+    from scaling.sweeps.sequential import (
+        SweepCandidate,
+        TrainSweep,
+        list_candidates,
+        train_in_sequence,
+    )
     from scaling.sweeps.sweep import SweepOutcome, run_model_folder, run_sweep
     from scaling.sweeps.workers import Workers
 

@@ -281,6 +281,7 @@ SAMPLING_TYPES: dict[str, list[Any]] = {
     "grammar": ["a", 1, {}],
     "prefix_cache": NO_FLAGS,
     "salt": [None, *NO_COUNTS],
+    "adapter": ["", 3, True, b"a", ("a",)],
 }
 
 

@@ -421,6 +421,12 @@ def make_arguments() -> dict[str, dict[str, Any]]:
         "plan.best_offer": {"offers": OFFERS, "mfu": 0.4},
         "plan.budget_loss": {"powers": POWERS, "num_params": 1e9, "num_tokens": 1e10},
         "plan.cheapest_model": TARGET,
+        "sweeps.train_in_sequence": {
+            "config": scaling.sweeps.SWEEPS["smoke"],
+            "out": Path("log"),
+            "choose": lambda candidates, remaining: None,
+            "budget": 1.0,
+        },
         "plan.choose_next_runs": {
             "answer": np.array([0.0, 1.0, 3.0]),
             "log_losses": np.array([[0.0], [1.0], [2.0]]),

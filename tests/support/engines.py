@@ -108,6 +108,8 @@ SERVED = dataclasses.replace(
 )
 """Configuration of a small `Engine`, shared so that tests share its programs."""
 FCFS = scheduling.fcfs()
+ADAPTERS = ("first", "second")
+"""Names of the adapters of engines that have some."""
 
 FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
@@ -255,6 +257,7 @@ def requests_of(asks: Sequence[Ask], config: EngineConfig) -> Requests:
         request_ids=[ask.request_id for ask in asks],
         arrivals_s=[ask.arrival_s for ask in asks],
         width=config.submit_width,
+        adapters=ADAPTERS[: config.num_adapters],
     )
 
 

@@ -28,6 +28,7 @@ class Scripted:
     """
 
     model_name = "scripted"
+    adapters = ("formal",)
     max_length = 64
 
     def __init__(self) -> None:

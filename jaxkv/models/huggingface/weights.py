@@ -184,6 +184,23 @@ def read_tree(folder: Path, shapes: Params, dtype: np.dtype) -> Params:
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
 
+def read_tensors(path: Path, dtype: np.dtype) -> dict[str, np.ndarray]:
+    """Reads all tensors of a safetensors file by their names, of any shapes.
+
+    Raises:
+      ValueError: the file is broken, or a tensor is not floating or not finite.
+    """
+    with reporting_errors(path, safetensors.SafetensorError):
+        file = safetensors.safe_open(path, framework="np")
+        names = list(file.keys())
+        for name in names:
+            if (kind := file.get_slice(name).get_dtype()) not in STORED_TYPES:
+                supported = ", ".join(STORED_TYPES)
+                raise ValueError(f"{name} is of type {kind}, supported are {supported}")
+        tensors = {name: (path, file) for name in names}
+        return {name: _read(tensors, name, dtype) for name in names}
+
+
 def write_tree(folder: Path, tree: Params, dtype: np.dtype) -> None:
     """Writes the safetensors that `read_tree` reads.
 

@@ -32,5 +32,6 @@ if TYPE_CHECKING:
         run_tokens,
         zero_state,
     )
+    from jaxkv.models.layers.row_parts import divide_rows
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

@@ -3,7 +3,7 @@
 import itertools
 
 from jaxkv import files
-from jaxkv.cli import CommandOutput, parse_changes, run_study
+from jaxkv.cli import CommandOutput, asks_help, parse_changes, run_study
 from jaxkv.files import read_table
 from jaxkv.report import Experiment
 from jaxkv.validation import ConfigRecord
@@ -24,7 +24,7 @@ def main(args: list[str]) -> CommandOutput:
       ValueError: RUNS is missing, or an option is invalid.
     """
     names = list(itertools.takewhile(lambda x: not x.startswith("-"), args))
-    if not names and not {"-h", "--help"} & {*args}:
+    if not names and not asks_help(args):
         raise ValueError("RUNS is missing: a CSV of measured load stages")
     is_table = bool(names) and bool(
         find_server_form(read_table(names[0], allow_partial=False).names)

@@ -25,16 +25,15 @@ class FitConfig(ConfigRecord):
     hold_out: str = ""
     """Rule for the rows to hold out and score."""
     ignore: str = ""
-    """Rule, over the columns of the file, for rows to ignore completely."""
+    """Rule for rows to ignore completely, over the columns of the file."""
     last_of: str = ""
-    """Columns, separated by commas: of rows that agree in them, only the one with the
-    most tokens is read, such as the last checkpoint of each run."""
+    """Columns for whose values only the last row is read, that with the most tokens,
+    such as the last checkpoint of each run; separated by commas."""
     best_of: str = ""
-    """Columns: of the remaining rows that agree in them, only the one with the lowest
-    loss is read, such as the best learning rate of each N,D."""
+    """Columns for whose values only the best row is read, that with the lowest loss of
+    the remaining ones, such as the best learning rate of each N,D."""
     by: str = ""
-    """Columns: rows that agree in them form a group, and each group is fitted
-    separately."""
+    """Columns whose values are groups; each group is fitted separately."""
     n: str = ""
     """Column of the parameters; found by name if not given, like the columns below."""
     d: str = ""

@@ -35,7 +35,7 @@ def fit_log(config: FitConfig, progress: Progress = QUIET) -> LogFits:
         chosen = [
             law
             for law in LAWS.values()
-            if law.target == "loss" and {*law.inputs} <= names
+            if law.target == "loss" and {*law.inputs} <= names and not law.same_as
         ]
     else:
         chosen = [find_law(name) for name in config.laws]

@@ -1,42 +1,28 @@
-"""`jaxkv next LOG --budget FLOPS`: which training runs should follow these?"""
+"""`jaxkv next LOG --budget FLOPS`: which training runs should follow these?
+
+With `--train CONFIG` they are trained one after another, each chosen by a new fit.
+"""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv.cli import CommandOutput, describe_default, parse_subject
+from jaxkv.cli import CommandOutput, parse_subject
 from jaxkv.report import Sheet, numbered_list
-from jaxkv.validation import PositiveInt, Range
-from scaling.cli.runs.options import LogOptions, read_runs
-from scaling.fits import FitResult, bootstrap, fit, predict_samples
-from scaling.laws import compute_optimum, optimal_exponents
-from scaling.plan import choose_next_runs, evidence_variance
+from scaling.cli.runs.proposals import (
+    FARTHER,
+    NextOptions,
+    describe_question,
+    propose_runs,
+    read_optimum_log,
+)
 
-Question = Literal["loss", "exponent", "size"]
 _STEP = 2.0
 """Ratio of neighbouring candidates' parameters, and of their tokens."""
 _MARGIN = 4.0
 """Factor beyond the fitted parameters and tokens within which candidates lie."""
-_MIN_NOISE = 1e-4
-"""Smallest noise of a log loss."""
-
-
-class NextOptions(LogOptions):
-    """A budget, the question that the runs should answer, and the law."""
-
-    budget: Annotated[float, describe_default("the compute of the log")] = 0.0
-    """Compute of the next runs together, in FLOPs."""
-    ask: Question = "loss"
-    """Answer whose variance the runs lower: the least loss of the target's compute, the
-    exponent a of its size N* ~ C^a, or that size."""
-    target: Annotated[float, describe_default("10 times the largest run")] = 0.0
-    """Compute of the target in FLOPs."""
-    law: str = "chinchilla"
-    """Law with an optimum."""
-    max_runs: Annotated[PositiveInt, Range(1, 100)] = 5
-    """Largest number of runs."""
 
 
 def main(args: list[str]) -> CommandOutput:
@@ -57,50 +43,35 @@ def main(args: list[str]) -> CommandOutput:
 
 
 def choose_runs(log: str, options: NextOptions) -> CommandOutput:
-    """Fits a log, and chooses the next runs."""
+    """Fits a log, and chooses the next runs; with `train`, also trains them."""
     for name in ("budget", "target"):
         if not 0 <= getattr(options, name) < np.inf:
             raise ValueError(f"--{name} {getattr(options, name):g}: must be above 0")
-    runs, law = read_runs(log, options, options.law)
-    if law.two_powers is None or len(law.inputs) != 2:
-        raise ValueError(f"--law {law.name}: must have an optimum of N and D alone")
-    result = fit(law, runs.columns, cluster=runs.labels(), level=options.level)
-    result = bootstrap(
-        result,
-        runs.columns,
-        num_resamples=options.bootstrap,
-        seed=options.seed,
-        cluster=runs.labels(),
-    )
+    if options.train:
+        # The training programs take seconds to import.
+        from scaling.cli.runs.train_next import train_runs
+
+        return train_runs(log, options)
+    runs, law = read_optimum_log(log, options)
     compute = 6 * runs.columns["num_params"] * runs.columns["num_tokens"]
     budget = options.budget or float(compute.sum())
-    target = options.target or 10 * float(compute.max())
-    answers = ask_resamples(result, options.ask, target)
+    target = options.target or FARTHER * float(compute.max())
     num_params, num_tokens = _candidates(runs.columns, budget)
-    candidates = {"num_params": num_params, "num_tokens": num_tokens}
-    usable = np.isfinite(answers)
-    if usable.sum() < 0.5 * len(answers):
-        raise ValueError(f"--ask {options.ask}: most resamples have no such answer")
-    log_losses = np.log(predict_samples(result, candidates))[usable]
     flops = 6 * num_params * num_tokens
-    noise = max(float(np.mean(result.noise**2)), _MIN_NOISE**2)
-    choice = choose_next_runs(
-        answers[usable],
-        log_losses,
-        evidence_variance(noise, flops, target),
-        flops,
-        budget=budget,
-        max_runs=options.max_runs,
+    candidates = {"num_params": num_params, "num_tokens": num_tokens, "flops": flops}
+    proposal = propose_runs(
+        runs, law, options, candidates, budget=budget, target=target
     )
+    choice = proposal.choice
     places = np.array(choice.places, int)
-    spread = float(answers[usable].std())
+    spread = proposal.standard_error
     document: dict[str, Any] = {
         "log": log,
         "law": law.name,
         "ask": options.ask,
         "target_flops": target,
         "budget_flops": budget,
-        "answer": float(np.median(answers[usable])),
+        "answer": proposal.answer,
         "standard_error": spread,
         "runs": [
             {
@@ -111,12 +82,7 @@ def choose_runs(log: str, options: NextOptions) -> CommandOutput:
             }
             for i, variance in zip(places, choice.variance, strict=True)
         ],
-        "warnings": result.warnings,
-    }
-    names = {
-        "loss": f"ln(loss) of the optimum for {target:.3g} FLOP",
-        "exponent": "exponent a of N* ~ C^a",
-        "size": f"ln(N*) for {target:.3g} FLOP",
+        "warnings": proposal.warnings,
     }
     rows = [
         (
@@ -132,32 +98,15 @@ def choose_runs(log: str, options: NextOptions) -> CommandOutput:
         "next runs",
         ("N", "D", "FLOPs", "standard error after"),
         rows,
-        f"Asked: {names[options.ask]}, {document['answer']:.4g} with a standard error "
-        f"of {spread:.3g} over {usable.sum():,} resamples. The runs take {used:.3g} of "
-        f"{budget:.3g} FLOP. Errors after the runs assume that {law.name} holds.",
+        f"Asked: {describe_question(options, target)}, {proposal.answer:.4g} with a "
+        f"standard error of {spread:.3g} over {proposal.num_resamples:,} resamples. "
+        f"The runs take {used:.3g} of {budget:.3g} FLOP. Errors after the runs assume "
+        f"that {law.name} holds.",
     )
     sheets = [sheet]
-    if result.warnings:
-        sheets.append(numbered_list("warnings", result.warnings))
+    if proposal.warnings:
+        sheets.append(numbered_list("warnings", proposal.warnings))
     return CommandOutput(document, sheets, [])
-
-
-def ask_resamples(
-    result: FitResult, ask: Question, target: float
-) -> Float[np.ndarray, " resamples"]:
-    """Returns an answer by each resample of a fit.
-
-    Args:
-      result: fit with resamples of a law with an optimum.
-      ask: the question.
-      target: compute of the target in FLOPs.
-    """
-    law = result.find_law()
-    columns = dict(zip(law.coefficients, result.sampled().T, strict=True))
-    if ask == "exponent":
-        return np.asarray(optimal_exponents(law, columns).a)
-    best = compute_optimum(law, columns, target)
-    return np.log(np.asarray(best.loss if ask == "loss" else best.num_params))
 
 
 def _candidates(

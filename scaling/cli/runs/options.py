@@ -14,7 +14,7 @@ class LogOptions(ConfigRecord):
     where: str = ""
     """Rule for the rows to read, such as 'N <= 400M and seed == 0'."""
     best_of: str = ""
-    """Columns: of rows that agree in them, only the lowest loss is read."""
+    """Columns for whose values only the row with the lowest loss is read."""
     n: str = ""
     """Column of the parameters; found by name if not given, like the next four."""
     d: str = ""

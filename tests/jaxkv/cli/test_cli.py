@@ -1,10 +1,12 @@
 """The command line: one JSON document, exit statuses, one-line errors."""
 
+import dataclasses
 import errno
 import importlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +18,11 @@ import pytest
 
 from experiments.cli import smoke_compilation
 from experiments.framework import registry
+from jaxkv.cli import parsing
+from jaxkv.cli.arguments import HELP_COLUMNS, MAX_HELP_LINES
 from jaxkv.cli.main import COMMANDS
 from jaxkv.report import Experiment, run_folder
+from scaling.cli import FitConfig
 from tests.support.commands import (
     Command,
     assert_nothing_heavy_is_imported,
@@ -257,6 +262,40 @@ def test_help_is_status_0_and_describes_defaults(jaxkv: Command, args: str) -> N
     assert "usage: jaxkv" in out
     # A field of the made-up config may be None, and is.
     assert args == "run made_up" or "None" not in out
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits_a_screen_and_help_all_has_every_option(
+    jaxkv: Command, name: str
+) -> None:
+    short, full = (jaxkv(*name.split(), flag) for flag in ("--help", "--help-all"))
+    assert short[0] == full[0] == 0
+    lines = short[1].splitlines()
+    assert len(lines) <= MAX_HELP_LINES
+    assert max(map(len, lines)) <= HELP_COLUMNS
+    flags = re.compile(r"^[│ ]{0,3}(--?\w[-\w]*)", re.MULTILINE)
+    options = {*flags.findall(short[1])} - {"--help-all"}
+    assert options == {*flags.findall(full[1])}
+    if name == "fit":
+        fields = (field.name for field in dataclasses.fields(FitConfig))
+        fitted = {f"--{field.replace('_', '-')}" for field in fields}
+        assert options == fitted | {"-h", "--out", "--config", "--max-seconds"}
+        assert "--loss-kind {huber,lad,mse}" in full[1]
+        assert "--loss-kind  " in short[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("Seed of the resamples. (default: 0)", "Seed of the resamples [0]"),
+        ("Rates, in s. Later ones follow. (default: '')", "Rates, in s"),
+        ("Rule for the rows: a long one, with many parts", "Rule for the rows"),
+        ("Tokens, or some other thing with a long tail", "Tokens, or some other ..."),
+        ("Tokens per step, or some other long thing", "Tokens per step"),
+    ],
+)
+def test_the_line_of_an_option_is_its_first_clause(text: str, line: str) -> None:
+    assert parsing._first_clause(text, 26) == line
 
 
 def test_help_list_and_cost_do_not_import_jax() -> None:

@@ -368,6 +368,8 @@ async def test_refusals_are_not_retried() -> None:
     async with routing(PREFILL, DECODE) as (router, _):
         with pytest.raises(ValueError, match="len"):
             await router.answer(list(range(61)), ASK)
+        with pytest.raises(ValueError, match="adapter='a' must be None with"):
+            await router.answer(PROMPT, Sampling(adapter="a"))
         with pytest.raises(ValueError, match="need a tokenizer"):
             await router.answer("text", ASK)
         with pytest.raises(ValueError, match="key_id=-1"):

@@ -12,7 +12,7 @@ import pytest
 
 from jaxkv import parallel
 from jaxkv.memory import Rows
-from jaxkv.models import row_parts
+from jaxkv.models.layers import row_parts
 from jaxkv.parallel import REPLICATED, make_mesh, map_over_mesh
 from scaling.costs import Layout, prefill_traffic
 from scaling.shapes import describe_config

@@ -42,6 +42,7 @@ class ChatBackend(NamedTuple):
     tokenizer: Tokenizer | ByteTokenizer
     model_name: str = "m"
     max_length: int = 100_000
+    adapters: tuple[str, ...] = ()
 
     def status(self) -> dict[str, Any]:
         return {}

@@ -52,6 +52,9 @@ def test_models_health_and_status(served: Serving) -> None:
     assert [status, json.loads(body)["data"][0]["id"]] == [200, "scripted"]
     assert json.loads(served.ask("/v1/models/scripted")[1])["max_model_len"] == 64
     assert served.error("/v1/models/x", None)[1]["code"] == "model_not_found"
+    adapter = json.loads(served.ask("/v1/models/formal")[1])
+    assert [adapter["id"], adapter["parent"]] == ["formal", "scripted"]
+    assert json.loads(body)["data"][1] == adapter
     status = json.loads(served.ask("/status")[1])
     assert status["backend"]["is_ready"] is True
     assert status["responses"]["404"] >= 1
@@ -248,6 +251,7 @@ def test_every_field_reaches_the_sampling(served: Serving, backend: Scripted) ->
     served.completion(prompt="ab", stop="x", model="scripted", **nothing)
     _, ask, deadline_s = backend.asked[-1]
     assert (ask.stop, ask.max_tokens, ask.temperature) == (("x",), 16, 1.0)
+    assert ask.adapter is None
     assert deadline_s == 5
     served.ask(COMPLETIONS, {"prompt": "a"}, headers={"X-Deadline-S": "1.5"})
     assert backend.asked[-1][2] == 1.5
@@ -420,6 +424,16 @@ def test_unknown_routes_and_models(served: Serving) -> None:
     assert served.error(COMPLETIONS, None)[0] == 405
     status, error = served.error(COMPLETIONS, {"prompt": "a", "model": "gpt"})
     assert (status, error["code"]) == (404, "model_not_found")
+    assert error["message"] == "model='gpt' must be 'scripted' or 'formal'"
+
+
+def test_the_model_of_a_request_may_be_an_adapter(
+    served: Serving, backend: Scripted
+) -> None:
+    for path, fields in ((COMPLETIONS, {"prompt": "ab"}), (CHAT, {"messages": HI})):
+        status, body = served.ask(path, {"model": "formal"} | fields)
+        assert [status, json.loads(body)["model"]] == [200, "formal"]
+        assert backend.asked[-1][1].adapter == "formal"
 
 
 def test_a_body_has_a_bound(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -716,7 +730,8 @@ def test_the_openai_client(served: Serving) -> None:
     openai: Any = pytest.importorskip("openai")
     url = f"http://127.0.0.1:{served.port}/v1"
     with openai.OpenAI(base_url=url, api_key=http_serving.KEY) as client:
-        [model] = client.models.list().data
+        model, adapter = client.models.list().data
+        assert adapter.id == "formal"
         done = client.completions.create(model=model.id, prompt=["ab", "x"], n=2)
         assert [x.text for x in done.choices] == ["bc", "bbc", "y", "yy"]
         parts = client.completions.create(model=model.id, prompt="abc", stream=True)

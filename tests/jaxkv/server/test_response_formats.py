@@ -21,6 +21,7 @@ class FormatBackend(NamedTuple):
     tokenizer: ByteTokenizer = TOKENIZER
     model_name: str = "m"
     max_length: int = 100
+    adapters: tuple[str, ...] = ()
 
     def status(self) -> dict[str, Any]:
         return {}

@@ -1,6 +1,7 @@
 """`jaxkv plan`: the plan of the lecture, fits with intervals, and errors."""
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from scaling import fits
+from scaling.cli.plan import find
 from scaling.fits import to_json
 from scaling.laws import CHINCHILLA, CONSTANTS, compute_optimum
 from scaling.plan import budgets
@@ -203,6 +205,33 @@ def test_a_fit_gives_intervals_and_its_parameter_count(
     low, high = planned(jaxkv, limits)["interval"]
     assert low < high
     assert "90% interval of the law" in reported(jaxkv, args)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (9.0, []),
+        (11.0, ["the operations of the largest run that was fitted"]),
+        (150.0, ["was fitted; beyond 100 times intervals hold no promise"]),
+    ],
+)
+def test_a_plan_warns_by_its_distance_from_the_fitted_runs(
+    ratio: float, expected: list[str]
+) -> None:
+    ranges = {"flops": (1e18, 2e20)}
+    result: Any = types.SimpleNamespace(ranges=ranges, warnings=[])
+    law: Any = types.SimpleNamespace(fit=result, doubts=())
+    case: Any = types.SimpleNamespace(loss_model=law)
+    flops = ratio * 2e20
+    assert find.extrapolation_ratio(case, flops) == pytest.approx(ratio)
+    warnings = [*find.fit_warnings(case, flops)]
+    assert len(warnings) == len(expected)
+    for warning, end in zip(warnings, expected, strict=True):
+        assert warning.startswith(f"training takes {ratio:,.3g} times")
+        assert warning.endswith(end)
+    law.fit = None
+    assert find.extrapolation_ratio(case, flops) is None
+    assert not [*find.fit_warnings(case, flops)]
 
 
 def test_the_smallest_budget_that_reaches_a_loss(jaxkv: Command, fit: Path) -> None:

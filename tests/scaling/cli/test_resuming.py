@@ -55,5 +55,5 @@ def test_a_run_resumed_on_other_devices_has_equal_losses(jaxkv: Command) -> None
         resumed_run = document(jaxkv, "train", "mine.json", "--out", "run", *divided)
     for name in ("train_loss", "loss"):
         assert resumed_run[name] == pytest.approx(full_run[name], rel=1e-4)
-    page = " ".join(jaxkv("train", "--help")[1].replace("│", " ").split())
+    page = " ".join(jaxkv("train", "--help-all")[1].replace("│", " ").split())
     assert "later losses agree to a relative 2e-3" in page

@@ -117,4 +117,5 @@ def test_all_laws_are_ranked_by_their_held_out_error(
     assert errors == sorted(errors)
     laws = [fit["law"] for fit in answer["fits"]]
     assert laws.index("chinchilla") < laws.index("kaplan-n")
+    assert not {"rosenfeld", "over-training"} & {*laws}
     assert_refused(called, "--law all --by N", "exclude each other")

@@ -1,11 +1,15 @@
 """Laws equal the formulas of their papers, in any units."""
 
+import csv
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scaling import fits
 from scaling.laws import CHINCHILLA, LAWS, compute_optimum, find_law, optimal_exponents
+from tests.support.folders import ROOT
 from tests.support.law_formulas import COLUMNS, EXAMPLES, plainly
 
 
@@ -89,3 +93,63 @@ def test_refusals() -> None:
 
 def test_every_law_names_its_source() -> None:
     assert all(law.source and law.formula for law in LAWS.values())
+
+
+@pytest.mark.parametrize("name", [x for x in LAWS if LAWS[x].same_as])
+def test_a_law_of_the_same_curves_has_equal_powers(name: str) -> None:
+    law = LAWS[name]
+    other = LAWS[law.same_as]
+    assert not other.same_as
+    values = dict(zip(law.coefficients, EXAMPLES[name], strict=True))
+    assert law.two_powers is not None
+    powers = law.two_powers(values)
+    example = {"A": powers.A, "B": powers.B, "E": powers.floor}
+    example |= {"alpha": powers.alpha, "beta": powers.beta}
+    translated = [float(np.asarray(example[x])) for x in other.coefficients]
+    np.testing.assert_allclose(
+        plainly(law.same_as, translated, COLUMNS),
+        plainly(name, EXAMPLES[name], COLUMNS),
+        rtol=1e-12,
+    )
+
+
+def read_repetition() -> tuple[dict[str, np.ndarray], list[str]]:
+    """Returns the columns and names of the runs of Muennighoff et al. 2023.
+
+    Source: huggingface/datablations (Apache 2.0), `utils/parametric_fit.ipynb`, without
+    a row whose name is misread; equal names are seeds.
+    """
+    with (ROOT / "tests/golden/repetition.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    names = {
+        "num_params": "params",
+        "num_tokens": "tokens",
+        "num_unique_tokens": "unique_tokens",
+        "loss": "loss",
+    }
+    data = {x: np.array([float(row[y]) for row in rows]) for x, y in names.items()}
+    return data, [row["name"] for row in rows]
+
+
+def test_published_constants_of_repetition_miss_the_public_runs_by_8_percent() -> None:
+    data, _ = read_repetition()
+    law = LAWS["data-constrained"]
+    sizes = np.exp([6.255414, 7.3049974, 0.6254804])
+    published = [*sizes, 0.3526596, 0.3526596, 15.387756, 5.309743]
+    with jax.enable_x64(True):
+        predicted = np.asarray(law.predict(jnp.array(published), data))
+    assert predicted.size == 295
+    median = np.median(np.abs(np.log(predicted / data["loss"])))
+    assert median == pytest.approx(0.085, abs=0.0005)
+
+
+@pytest.mark.slow
+def test_overfitting_fits_repeated_data_best() -> None:
+    data, names = read_repetition()
+    medians = {}
+    for name in ("chinchilla", "data-constrained", "overfitting"):
+        result = fits.fit(LAWS[name], data, cluster=np.array(names))
+        off = np.log(fits.predict(result, data).loss / data["loss"])
+        medians[name] = np.median(np.abs(off))
+    expected = {"chinchilla": 0.032, "data-constrained": 0.020, "overfitting": 0.018}
+    assert medians == pytest.approx(expected, abs=0.001)
