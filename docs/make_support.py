@@ -28,7 +28,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxkv
 from jaxkv import speculation
-from jaxkv.models import checkpoints, transformer
+from jaxkv.models import WeightFormat, checkpoints, quantize_params, transformer
 from jaxkv.models.config import Experts, LatentConfig, ModelConfig
 from jaxkv.models.huggingface import configs, families
 from jaxkv.parallel import make_mesh, tensor
@@ -185,13 +185,19 @@ def save_adapter(folder: Path, model: Path) -> None:
 
 
 def add_module(
-    loaded: checkpoints.LoadedModel, model: str, *, dtype: str, mesh: Mesh | None
+    loaded: checkpoints.LoadedModel,
+    model: str,
+    *,
+    dtype: str,
+    weights: WeightFormat,
+    mesh: Mesh | None,
 ) -> checkpoints.LoadedModel:
     """Adds a module for multi-token prediction to a model without one."""
     if loaded.config.num_ahead_layers:
         return loaded
     config = dataclasses.replace(MODELS[model], num_ahead_layers=1)
     params = transformer.init_params(config, jax.random.key(0), dtype=dtype)
+    params = quantize_params(params, weights)
     if mesh is not None:
         params = tensor.place_params(config, params, mesh)
     config = dataclasses.replace(loaded.config, num_ahead_layers=1)
@@ -229,9 +235,9 @@ class Trials:
         try:
             fields["mesh"] = None if mesh is None else make_mesh(**dict(mesh))
             folder = self._folder / model
-            kind = {"dtype": "float32"} | fields
-            kind = {name: kind[name] for name in ("dtype", "mesh")}
-            key = model, mesh, kind["dtype"]
+            kind = {"dtype": "float32", "weights": "model"} | fields
+            kind = {name: kind[name] for name in ("dtype", "weights", "mesh")}
+            key = model, mesh, kind["dtype"], kind["weights"]
             if method == "mtp":
                 key = *key, method
             if key not in self._loaded:
@@ -319,9 +325,12 @@ FEATURES = [
     ),
     Option("`logits_fn`", {"logits_fn": unchanged}),
     Option("grammar", {"max_grammars": 1}, {"grammar": GRAMMAR}),
+    Option("`evict=snapkv`", {"evict": "snapkv", "evict_budget": 48}),
     Option("`scan_layers`", {"scan_layers": True}),
     Option("`dtype=bfloat16`", {"dtype": "bfloat16"}),
     Option("LoRA adapters", {"lora": True}, {"adapter": "lora"}),
+    Option("`weights=int8`", {"weights": "int8"}),
+    Option("`weights=nvfp4`", {"weights": "nvfp4"}),
 ]
 PLAIN = Option("none of the other options")
 

@@ -11,6 +11,7 @@ computes the same function with other rounding.
 """
 
 import functools
+import os
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxkv import arrays, models, validation
@@ -29,6 +31,7 @@ from jaxkv.models import (
     ModelConfig,
     PagedForward,
     Params,
+    WeightFormat,
     adapted_products,
     is_stacked,
     make_model_pages,
@@ -38,6 +41,7 @@ from jaxkv.models import (
 from jaxkv.parallel import (
     REPLICATED,
     check_mesh,
+    fit_specs,
     map_over_mesh,
     pages_specs,
     param_specs,
@@ -78,6 +82,72 @@ class _Packing(NamedTuple):
     adapter: Int32[Array, " rows"] | None = None
 
 
+class WeightsCost(NamedTuple):
+    """Cost and gain of weights in 8 or 4 bits, compared with those of the model."""
+
+    loss: float
+    """Log-likelihood lost, in nats per token; below 0 if it grows."""
+    error: float
+    """Standard error of `loss` over the tokens."""
+    nats_per_token: float
+    """Negative log-likelihood of the model's own weights."""
+    num_tokens: int
+    """Tokens with a log-probability."""
+    model_bytes: int
+    """Bytes of all parameters in the model's type."""
+    quantized_bytes: int
+    """Bytes of all parameters with quantized weights."""
+
+
+@validation.checks_numbers(max_length=(2, 2**31))
+def weights_cost(
+    folder: str | os.PathLike[str],
+    tokens: Int[np.ndarray, " tokens"],
+    *,
+    weights: WeightFormat,
+    dtype: DTypeLike = "float32",
+    max_length: int = 512,
+) -> WeightsCost:
+    """Measures the log-likelihood of a text that quantized weights lose.
+
+    The weights of both kinds are read one after the other, so that memory for one model
+    suffices. The text should be none that the model was trained on.
+
+    Args:
+      folder: a folder or a bundled model, as for `models.load_model`.
+      tokens: the text. It is divided into sequences of equal lengths; a shorter rest is
+        left out.
+      weights: format of the weights, as for `models.load_model`.
+      dtype: type of all other parameters, and of the weights compared with.
+      max_length: largest number of tokens of a sequence.
+
+    Raises:
+      ValueError: the model cannot be read, or there are fewer than 2 tokens.
+    """
+    if len(tokens) < 2:
+        raise ValueError(f"{len(tokens)=} must be at least 2")
+    logprobs = []
+    sizes = []
+    for weight_format in ("model", weights):
+        model = models.load_model(folder, dtype=dtype, weights=weight_format)
+        length = min(max_length, len(tokens), model.config.max_positions)
+        num = len(tokens) // length
+        rows = np.asarray(tokens[: num * length], np.int32).reshape(num, length)
+        scores = score(model.params, rows, config=model.config)
+        logprobs.append(np.asarray(scores[:, 1:], np.float64))
+        sizes.append(sum(x.nbytes for x in jax.tree.leaves(model.params)))
+        del model
+    difference = logprobs[0] - logprobs[1]
+    return WeightsCost(
+        loss=float(difference.mean()),
+        error=float(difference.std() / difference.size**0.5),
+        nats_per_token=float(-logprobs[0].mean()),
+        num_tokens=difference.size,
+        model_bytes=sizes[0],
+        quantized_bytes=sizes[1],
+    )
+
+
 def score(
     params: Params,
     tokens: Int32[Array | np.ndarray, "sequences length"],
@@ -88,6 +158,7 @@ def score(
     mesh: Mesh | None = None,
     routes: Int[Array | np.ndarray, "sequences length mixtures top_k"] | None = None,
     adapter: Int[Array | np.ndarray, " sequences"] | None = None,
+    evict: str | None = None,
 ) -> Float[Array, "sequences length"]:
     """Returns the log-probability of each token given the tokens before it.
 
@@ -119,14 +190,17 @@ def score(
         router's choice.
       adapter: adapter of each sequence in parameters that have them: 1 plus its index
         in `Engine.adapters`, or 0 for none. None means none.
+      evict: None. The `evict` of an engine that evicted tokens is refused, since a
+        token then does not attend to all tokens before it.
 
     Returns:
       Log-probabilities, at least float32, 0 at the first token and at padding.
 
     Raises:
       ValueError: the tokens are empty, a length in a NumPy array is out of range, the
-        sequences exceed the model's learned positions, `sampling` has penalties, or
-        `routes` are not those of the tokens and the model, see `models.check_routes`.
+        sequences exceed the model's learned positions, `sampling` has penalties,
+        `evict` is a rule, or `routes` are not those of the tokens and the model, see
+        `models.check_routes`.
     """
     if sampling is not None:
         validation.instance("sampling", sampling, Sampling)
@@ -141,6 +215,8 @@ def score(
                     f"{name}_penalty={value} has no log-probability in score; "
                     "penalties must be off"
                 )
+    if evict is not None:
+        raise ValueError(f"{evict=} must be None in score, which evicts no tokens")
     check_mesh(mesh)
     if not tokens.size:
         raise ValueError(f"{tokens.shape=} must have at least one token")
@@ -210,7 +286,7 @@ def _by_tiles(
             stacked=is_stacked(params),
             adapted=adapted_products(params),
         )
-        weights = param_specs(axes, mesh)
+        weights = fit_specs(params, param_specs(axes, mesh))
         in_specs = weights, pages_specs(pages), REPLICATED, REPLICATED, REPLICATED
         run = map_over_mesh(run, mesh, in_specs, REPLICATED)
     page_ids = jnp.arange(pages.num_pages, dtype=jnp.int32).reshape(num, columns)

@@ -57,7 +57,7 @@ LAYERS = {
         "harness",
         "cli",
         "training counting servers",
-        "bench serving decoding examples decisions",
+        "bench serving decoding examples decisions course",
     ),
 }
 

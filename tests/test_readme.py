@@ -168,7 +168,7 @@ GENERATED_FILES = (
 
 COMMANDS = ("bench", "calibrate", "claims", "cost", "demo", "fit", "generate", "list")
 COMMANDS = (*COMMANDS, "plan", "replay", "run", "serve", "simulate", "sweep", "train")
-COMMANDS = (*COMMANDS, "compare", "next")
+COMMANDS = (*COMMANDS, "compare", "course", "next")
 
 
 @pytest.mark.parametrize("page", PAGES)

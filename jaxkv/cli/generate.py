@@ -71,6 +71,9 @@ class ModelOptions:
     `SpeculationConfig.heads_folder` in Python."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and pages."""
+    weights: Literal["model", "int8", "fp8", "mxfp4", "nvfp4"] = "model"
+    """Format of the weights of the layers' products: --dtype, or 8 or 4 bits with
+    scales, as the folder has them or quantized while they are read."""
     end_tokens: Literal["union", "generation_config"] = "union"
     """Tokens that end an answer: union takes those of generation_config.json (or
     config.json) and the tokenizer's; generation_config takes the tokenizer's only if
@@ -78,6 +81,13 @@ class ModelOptions:
     lora: tuple[str, ...] = ()
     """LoRA adapter that requests may choose: a folder in the form of peft, or
     NAME=FOLDER; may be given several times."""
+    evict: Annotated[
+        Literal["streaming-llm", "h2o", "snapkv", "keydiff"] | None,
+        parsing.describe_default("keeps all tokens"),
+    ] = None
+    """Rule by which each KV head evicts tokens from the cache."""
+    evict_budget: int = 0
+    """Tokens that each head keeps with --evict."""
     parallel: str = ""
     """Parallel layout in the syntax of `jaxkv cost`: tp=4 divides heads, MLP and
     vocabulary over four devices. A CPU provides as many virtual devices as needed."""
@@ -120,6 +130,8 @@ class GenerateOptions:
     """File with a JSON schema that answers match; needs the extra `grammar`."""
     regex: Annotated[str | None, parsing.describe_default("none")] = None
     """Regular expression that whole answers match; needs the extra `grammar`."""
+    held_out: Annotated[Path | None, parsing.describe_default("none")] = None
+    """Text file for the log-likelihood that --weights lose."""
     chat: bool = False
     """Treat the prompt as a message to a chat model, with its chat template."""
     adapter: Annotated[str | None, parsing.describe_default("that of --lora")] = None
@@ -161,6 +173,7 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
     status = 0
     under_way = {*range(len(asks))}
     keeps = None
+    cost = _measure_weights(model, options)
     engine, prompts, grammar = _engine(model, options)
     asks = [dataclasses.replace(ask, grammar=grammar) for ask in asks]
     for i, pair in enumerate(zip(prompts, asks, strict=True)):
@@ -213,8 +226,46 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
     compile_s = engine.compile_s
     duration_s = time.perf_counter() - start_s - (compile_s - tuned_s)
     print(_summary(completions, duration_s, compile_s), file=sys.stderr)
-    document = {"completions": completions, "compile_s": compile_s}
+    document = {"completions": completions, "compile_s": compile_s} | cost
     return CommandOutput(document, [], [], status)
+
+
+def _measure_weights(model: str, options: GenerateOptions) -> dict[str, Any]:
+    """Prints and returns the cost of the weights' format on `--held-out`.
+
+    Raises:
+      ValueError: the file cannot be read, or the weights are those of the model.
+    """
+    path = options.held_out
+    loading = options.loading
+    if path is None:
+        return {}
+    if loading.weights == "model":
+        raise ValueError(f"--held-out {path}: needs --weights of 8 or 4 bits")
+    import numpy as np
+
+    from jaxkv import scoring
+    from jaxkv.files import read_text
+    from jaxkv.models import load_tokenizer
+
+    folder = model_folder(model)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ValueError(f"{folder}: has no tokenizer that reads text")
+    cost = scoring.weights_cost(
+        folder,
+        np.asarray(tokenizer.encode(read_text(path)), np.int32),
+        weights=loading.weights,
+        dtype=loading.dtype,
+    )
+    print(
+        f"[weights {loading.weights}: {cost.quantized_bytes / 1e6:.4g} MB, "
+        f"{cost.model_bytes / 1e6:.4g} MB in {loading.dtype}; lose {cost.loss:.2g} of "
+        f"{cost.nats_per_token:.4g} nats per token (standard error {cost.error:.1g}, "
+        f"{cost.num_tokens:,} tokens)]",
+        file=sys.stderr,
+    )
+    return {"weights": {"format": loading.weights, **cost._asdict()}}
 
 
 _TOLD = ("text", "tokens", "reason", "sample", "score")
@@ -411,7 +462,11 @@ def read_model(model: str, options: ModelOptions) -> ReadModel:
     # The part of a page on each device has the size of a whole page on one device.
     page_size = PAGE_SIZE if mesh is None else PAGE_SIZE * mesh.shape.get("context", 1)
     loaded = read_model_folder(
-        folder, dtype=options.dtype, mesh=mesh, end_tokens=options.end_tokens
+        folder,
+        dtype=options.dtype,
+        weights=options.weights,
+        mesh=mesh,
+        end_tokens=options.end_tokens,
     )
     if loaded.tokenizer is None:
         raise ValueError(f"{folder}: has no tokenizer that reads text")
@@ -460,10 +515,14 @@ def adapter_folders(options: ModelOptions) -> dict[str, Path]:
 
 
 def speculation_fields(model: str, options: ModelOptions) -> dict[str, Any]:
-    """Returns arguments of `Engine.load`: dtype, end tokens and speculation."""
+    """Returns arguments of `Engine.load`: types, end tokens, eviction, speculation."""
     from jaxkv.speculation import HEAD_KINDS, SpeculationConfig
 
-    fields: dict[str, Any] = {"dtype": options.dtype, "end_tokens": options.end_tokens}
+    names = "dtype", "weights", "end_tokens"
+    fields: dict[str, Any] = {name: getattr(options, name) for name in names}
+    for name in ("evict", "evict_budget"):
+        if value := getattr(options, name):
+            fields[name] = value
     if options.drafts is not None:
         fields["max_drafts"] = options.drafts
     if options.speculate is None:

@@ -83,6 +83,10 @@ COMMANDS = {
     "plan": Command(
         "choose the best model for a budget", "scaling.cli.plan.command:main"
     ),
+    "course": Command(
+        "list live commands of lecture topics; hand out and grade assignments",
+        "experiments.course.command:main",
+    ),
     "claims": Command(
         "list published and measured numbers with verdicts",
         "experiments.cli.results_page:main",

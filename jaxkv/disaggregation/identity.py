@@ -65,6 +65,7 @@ def engine_identity(engine: Engine) -> dict[str, str]:
         "tokenizer": tokenizer_identity(engine.tokenizer),
         "end_tokens": str(sorted(engine.eos_ids)),
         "dtype": origin.dtype,
+        "weight_format": origin.weights,
         "precision": str(options),
         "numerics": numerics,
         **page_identity(config, engine.state.pages),

@@ -72,7 +72,7 @@ def observe_engine(
     first = jnp.where(first < config.max_sequences, first, 0)
     looks = has_arrived & ~is_out
     prefix_match = paging.match_prefixes(state, first, head.num_to_feed, looks, config)
-    goal = groups.tokens_to_feed(state)
+    goal = paging.end_rows_at_eviction(state, groups.tokens_to_feed(state), config)
     pages = num_pages(state.table, page_size=size)
     group = groups.group_of_slots(state)
     shares = _Shares(*_if_shared(jnp.stack, state, group, goal, config, kinds))
@@ -98,13 +98,19 @@ def observe_engine(
         max_length=config.max_length,
         token_budget=config.token_budget,
     )
-    in_prompt = length < arrays.take(s.prompt_length, slots.sequence, fill=0)
+    in_prompt = state.table.position < arrays.take(
+        s.prompt_length, slots.sequence, fill=0
+    )
     keep_logprobs = arrays.take(s.keep_prompt_logprobs, slots.sequence, fill=False)
     # BLOCKED, since a policy skips unmarked rows and later requests may not overtake.
     ready = has_arrived & ~paging.is_on_host(state, head.request)
     wanted = (
         counts.waiting_pages + prefix_match.num_idle - prefix_match.num_tokens // size
     )
+    if config.evict is not None:
+        # A prompt that is computed again ends where its tokens are evicted.
+        num = jnp.minimum(counts.waiting_tokens, s.prompt_length[first])
+        counts = counts._replace(waiting_tokens=num)
     return counts._replace(
         target_length=goal,
         scored_prompt=keep_logprobs & in_prompt,

@@ -77,7 +77,7 @@ def find_forks(
         return jnp.full_like(num_rows, NO_SEQUENCE)
     fork = fork_of(state)
     group = group_of_slots(state)
-    complete = fork.reads & (state.table.length + num_rows == fork.num_common)
+    complete = fork.reads & (state.table.position + num_rows == fork.num_common)
     slot = jnp.arange(group.shape[0], dtype=jnp.int32)
     # [source, forked slot]
     pairs = (group[:, None] == group[None, :]) & complete[:, None] & fork.waits[None, :]

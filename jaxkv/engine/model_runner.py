@@ -186,13 +186,17 @@ def _decode(
     logits, drafted, state = carry
     num_rows = wanted.num_rows
     place = jnp.where(num_rows > 0, state.table.length, -1)
+    position = place
+    if state.table.evicted is not None:
+        position = jnp.where(num_rows > 0, state.table.position, -1)
     rows = Rows(
-        token=_tokens(state, state.slots.sequence, place),
-        position=place,
+        token=_tokens(state, state.slots.sequence, position),
+        position=position,
         slot=None,
         page_ids=state.table.page_ids,
         logit_rows=wanted.source,
-        states=locate_states(wanted.state_plan, None, place, config),
+        place=None if state.table.evicted is None else place,
+        states=locate_states(wanted.state_plan, None, position, config),
         window_ids=state.window_ids,
         adapter=_adapters(state, state.slots.sequence),
     )
@@ -284,6 +288,7 @@ def _tile(packed: _PackedRows, index: int | Array) -> Rows:
         token=cut(rows.token),
         position=cut(rows.position),
         slot=cut(rows.slot),
+        place=None if rows.place is None else cut(rows.place),
         logit_rows=jnp.where(cut(packed.target) >= 0, every, -1),
         states=jax.tree.map(cut, rows.states),
         adapter=None if rows.adapter is None else cut(rows.adapter),
@@ -329,6 +334,13 @@ def _pack(
         position = jnp.where(index < num_rows[:, None], position, -1).reshape(-1)
         sequence = jnp.repeat(state.slots.sequence, rows_per_slot)
         end = jnp.arange(config.max_slots, dtype=jnp.int32) * rows_per_slot + num_rows
+    place = None
+    if (evicted := state.table.evicted) is not None:
+        # Only without drafts, whose packing has no column of slots.
+        assert slot is not None
+        place = position
+        shift = arrays.take(evicted, slot, fill=0)
+        position = jnp.where(place >= 0, place + shift, -1)
     # Logit rows: the last known token of each slot, spare rows, drafts.
     last = end - 1 if num_drafts is None else end - 1 - num_drafts
     last = jnp.where(num_rows > 0, last, -1)
@@ -359,6 +371,7 @@ def _pack(
         slot=slot,
         page_ids=state.table.page_ids,
         logit_rows=logit_rows,
+        place=place,
         states=locate_states(wanted.state_plan, slot, position, config),
         window_ids=state.window_ids,
         adapter=_adapters(state, sequence),

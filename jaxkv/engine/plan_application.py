@@ -157,7 +157,7 @@ def _preempt_and_admit(
         is_preempted,
         first_sequence,
         group,
-        length=state.table.length,
+        length=state.table.position,
         num_common=num_common,
         swapped_pages=moved,
         is_swapped=leaves & (state.table.length > 0),
@@ -178,6 +178,7 @@ def _preempt_and_admit(
     stays = jnp.where(source < num_slots, source, NO_SEQUENCE)
     state = state._replace(ledger=books, table=move_slots(state.table, stays))
     state = paging.move_states(state, stays)
+    state = paging.move_queries(state, stays)
     state = paging.move_windows(state, stays)
     # Slot of the first sequence of each admitted request.
     slot = jnp.arange(num_slots, dtype=jnp.int32)

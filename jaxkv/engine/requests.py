@@ -116,7 +116,8 @@ def submit(
     size = arrays.reduce_groups(jnp.ones_like(first), first, "add")
     shared, slot_pages = max_pages(r.prompt_length, r.limit, page_size=config.page_size)
     pages = shared[first] + arrays.reduce_groups(slot_pages, first, "add")
-    fits &= (size <= config.max_slots) & (pages <= config.num_pages)
+    most = config.max_slots if config.evict is None else 1
+    fits &= (size <= most) & (pages <= config.num_pages)
     # A request is refused as a whole.
     taken = ~arrays.reduce_groups(~fits, first, "max")
     # Running requests count against the queue: preemption may return them to it.
@@ -232,7 +233,7 @@ def cancel(
         num_tokens = jnp.where(ended & beam, s.prompt_length, num_tokens)
     goes_on = _any_in_group(s, alive & ~ended)
     is_cancelled = arrays.take(ended, slots.sequence, fill=False)
-    again = ledger.num_recomputed(slots, state.table.length)
+    again = ledger.num_recomputed(slots, state.table.position)
     at = jnp.where(is_cancelled, slots.sequence, NO_SEQUENCE)
     events = EVENTS.unpack(books.events)
     now = books.clock

@@ -17,6 +17,10 @@ from jaxkv import ledger, validation
 from jaxkv.arrays import ArrayOrShape
 from jaxkv.ledger import Ledger, Slots
 from jaxkv.memory import (
+    CONTINUES,
+    NUM_SINKS,
+    READS_QUERIES,
+    EvictionRule,
     Pages,
     Pool,
     PrefixCache,
@@ -34,7 +38,7 @@ from jaxkv.memory import (
 )
 from jaxkv.models import NO_EXPERT
 from jaxkv.sampling import Beams, Params, greedy_params, make_beams
-from jaxkv.scheduling import RequestAttributes
+from jaxkv.scheduling import NO_LIMIT, RequestAttributes
 
 FINISH_REASONS = (None, "stop", "length", "cancelled", "nan")
 """Finish reasons, indexed by `Sequences.reason`."""
@@ -72,6 +76,9 @@ class EngineFields(TypedDict, total=False):
     num_checkpoints: int
     release_window_pages: bool
     num_adapters: int
+    evict: EvictionRule | None
+    evict_budget: int
+    evict_window: int
     seed: int
     debug: bool
 
@@ -134,6 +141,14 @@ class EngineConfig:
     release_window_pages: bool = False
     """True if layers with a sliding window have pages of their own, which return to
     their pool behind the window; `num_pages` are then those of the remaining layers."""
+    evict: EvictionRule | None = None
+    """Rule by which each KV head evicts tokens from the cache, see
+    `memory.kv_eviction`; None evicts no token."""
+    evict_budget: int = 0
+    """Tokens that each head keeps with `evict`."""
+    evict_window: int = 32
+    """Last tokens whose attention "snapkv" and "h2o" read; without effect for other
+    rules."""
     kv_dtype: Literal["model", "int8", "fp8"] = "model"
     """Type of cached K and V: the model's type, or 8 bits with a scale for each token
     and head, which holds about twice as many tokens as 16 bits."""
@@ -175,6 +190,7 @@ class EngineConfig:
             "max_drafts",
             "max_grammars",
             "num_checkpoints",
+            "evict_budget",
         )
         bounds = {
             "num_adapters": (0, 256),
@@ -227,6 +243,53 @@ class EngineConfig:
                         f"{name}={getattr(self, name)} must be 0 with "
                         "logprobs_mode='processed_logprobs'"
                     )
+
+        self._check_eviction()
+
+    def _check_eviction(self) -> None:
+        """Checks the fields of `evict`, and that no other field contradicts it."""
+        if self.evict is None:
+            if self.evict_budget:
+                raise ValueError(
+                    f"evict_budget={self.evict_budget} must be 0 without evict"
+                )
+            return
+        low = {
+            "streaming-llm": NUM_SINKS + 1,
+            "h2o": 2,
+            "snapkv": self.evict_window + 1,
+            "keydiff": 1,
+        }[self.evict]
+        if not low <= self.evict_budget <= self.max_length:
+            raise ValueError(
+                f"evict_budget={self.evict_budget} must be in [{low}, "
+                f"max_length={self.max_length}] with evict={self.evict!r}"
+            )
+        if self.evict == "h2o" and self.evict_window < self.page_size:
+            raise ValueError(
+                f"evict_window={self.evict_window} must be at least "
+                f"page_size={self.page_size} with evict='h2o'"
+            )
+        for name in (
+            "prefix_cache",
+            "max_swap_pages",
+            "max_beams",
+            "max_drafts",
+            "record_routes",
+            "release_window_pages",
+        ):
+            value = getattr(self, name)
+            if value:
+                raise ValueError(
+                    f"{name}={value} must be {type(value)()} with evict={self.evict!r}"
+                )
+
+    @property
+    def evict_limit(self) -> int:
+        """Length of the cache at which a rule evicts in an answer."""
+        if self.evict in CONTINUES:
+            return self.evict_budget + self.page_size
+        return NO_LIMIT
 
     @property
     def num_head(self) -> int:
@@ -481,6 +544,10 @@ def init(
             f"{config.release_window_pages=} needs pages made with "
             f"release_window_pages={config.release_window_pages}"
         )
+    if (config.evict in READS_QUERIES) != (pages.queries is not None):
+        raise ValueError(
+            f"{config.evict=} needs pages that `make_model_pages` made for it"
+        )
     states = None
     if pages.states is not None:
         if config.state_interval % config.page_size:
@@ -514,6 +581,8 @@ def init(
             path=jnp.zeros((num, length), jnp.int32),
         )
     table = make_table(slots, config.max_pages_per_slot)
+    if config.evict is not None:
+        table = table._replace(evicted=jnp.zeros_like(table.length))
     return EngineState(
         pages=pages,
         pool=make_pool(config.num_pages),

@@ -195,6 +195,7 @@ def step(
     if drafter is not None:
         state = _accept(state, emitted, applied, drafts, drafter, state_plan, config)
     state = paging.trim_windows(state, config)
+    state = paging.evict_tokens(state, emitted.reason != NOT_ENDED, config)
     state = _retire(state, emitted, scheduling.holds_finished(policy), eviction)
     info = _info(planned, applied, emitted, state, config, kinds)
     if config.debug:
@@ -469,7 +470,7 @@ def _retire(
         state: EngineState, begins: Array, reason: Array, is_retired: Array
     ) -> EngineState:
         books = state.ledger
-        length = state.table.length
+        length = state.table.position
         ended = reason != NOT_ENDED
         state = emitting.record_routes(state, ended)
         row = jnp.where(ended, state.slots.sequence, NO_SEQUENCE)

@@ -30,6 +30,19 @@ if TYPE_CHECKING:
         shared_writes,
         violations,
     )
+    from jaxkv.memory.kv_eviction import (
+        CONTINUES,
+        EVICTION_RULES,
+        NUM_SINKS,
+        READS_QUERIES,
+        CachedTokens,
+        EvictionRule,
+        evict_kv,
+        eviction_due,
+        feeding_end,
+        query_places,
+        write_queries,
+    )
     from jaxkv.memory.kv_layout import (
         DEFAULT_LAYOUT,
         KVLayout,

@@ -376,7 +376,8 @@ def make_pages(
 
 def _local_view(pages: Pages, rows: Rows, window: int | None) -> RowView:
     """Returns the view of the rows on this device's part of the pages."""
-    position = rows.position
+    # In a token tree, the context replaces the position as the bound of what is seen.
+    position = rows.places if rows.context is None else rows.position
     context = rows.context
     ancestors = rows.ancestors
     if page_parts.num_page_parts() > 1:

@@ -77,11 +77,22 @@ class Pages(NamedTuple):
     windowed: "Pages | None" = None
     """K and V of layers with a window, if these have page ids of their own, see
     `memory.window_pool`; their `layout.window` is the largest window."""
+    queries: Float[Array, "layers slots window q_heads head_dim"] | None = None
+    """Scaled queries of the last tokens of each slot, a ring by position, for the rules
+    of `memory.kv_eviction` that read them."""
+    attention: Float[Array, "layers pages kv_heads page_size"] | None = None
+    """Attention that each token got so far, for "h2o" of `memory.kv_eviction`."""
 
     @property
     def by_page(self) -> "Pages":
-        """The leaves that page ids address: without states and windowed pages."""
-        return self._replace(states=None, windowed=None)
+        """The leaves that page ids address: without states, queries, windowed pages."""
+        return self._replace(states=None, windowed=None, queries=None)
+
+    def with_leaves_of(self, pages: "Pages") -> "Pages":
+        """Returns these pages with the leaves of `pages` that are not in `by_page`."""
+        return self._replace(
+            states=pages.states, windowed=pages.windowed, queries=pages.queries
+        )
 
     @property
     def dtype(self) -> np.dtype:
@@ -285,7 +296,7 @@ def copy(
     copied = arrays.update_if(
         jnp.any(wanted), every_one, pages.by_page, wanted, source, target
     )
-    return copied._replace(states=pages.states, windowed=pages.windowed)
+    return copied.with_leaves_of(pages)
 
 
 def move_tokens(
@@ -334,7 +345,7 @@ def move_tokens(
     moved = arrays.update_if(
         jnp.any(moves), every_one, pages.by_page, moves, source, target
     )
-    return moved._replace(states=pages.states, windowed=pages.windowed)
+    return moved.with_leaves_of(pages)
 
 
 def gather_pages(pages: PyTree[Array], page_ids: Int32[Array, " n"]) -> PyTree[Array]:

@@ -118,4 +118,5 @@ def _copy_slots(table: Table, source: Array) -> Table:
         page_ids=jnp.where(moved[:, None], ids, table.page_ids),
         length=jnp.where(moved, length, table.length),
         ahead=jnp.where(moved, ahead, table.ahead),
+        evicted=table.evicted,  # slots with evicted tokens share no pages
     )

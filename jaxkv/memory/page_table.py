@@ -29,6 +29,14 @@ class Table(NamedTuple):
     ahead: Int32[Array, " slots"]
     """Number of token places after `length` that are reserved or hold unverified
     tokens."""
+    evicted: Int32[Array, " slots"] | None = None
+    """Number of tokens before `length` that have no place any more, see `kv_eviction`;
+    None if tokens are never evicted."""
+
+    @property
+    def position(self) -> Int32[Array, " slots"]:
+        """Position of each slot's next token: the number of tokens fed."""
+        return self.length if self.evicted is None else self.length + self.evicted
 
 
 class SlotPages(NamedTuple):
@@ -267,6 +275,7 @@ def clear_slots(table: Table, mask: Bool[Array, " slots"]) -> Table:
         page_ids=jnp.where(mask[:, None], NO_PAGE, table.page_ids),
         length=jnp.where(mask, 0, table.length),
         ahead=jnp.where(mask, 0, table.ahead),
+        evicted=None if table.evicted is None else jnp.where(mask, 0, table.evicted),
     )
 
 
@@ -331,4 +340,7 @@ def move_slots(table: Table, source: Int32[Array, " slots"]) -> Table:
         page_ids=arrays.take(table.page_ids, source, fill=NO_PAGE),
         length=arrays.take(table.length, source, fill=0),
         ahead=arrays.take(table.ahead, source, fill=0),
+        evicted=None
+        if table.evicted is None
+        else arrays.take(table.evicted, source, fill=0),
     )

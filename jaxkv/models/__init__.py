@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         RoutedExperts,
         multiply,
     )
+    from jaxkv.models.layers.quantized import QuantizedWeight, WeightFormat
     from jaxkv.models.layers.recurrence import (
         RecurrentProjection,
         RecurrentState,
@@ -76,8 +77,10 @@ if TYPE_CHECKING:
         is_selection_bias,
         is_stacked,
         join_adapters,
+        quantize_params,
         stack_layers,
         unstack_layers,
+        weight_format,
     )
     from jaxkv.models.partition import (
         EXPERT,

@@ -38,6 +38,7 @@ from jaxkv.models.huggingface import (
     write_tree,
 )
 from jaxkv.models.interface import EndTokens, Params
+from jaxkv.models.layers import WeightFormat
 from jaxkv.text import MAX_BYTE_VOCAB, NUM_BYTES, ByteTokenizer, Tokenizer
 
 # Files of tokenizers that are not supported; a folder with one has no byte vocabulary.
@@ -81,6 +82,7 @@ def load_model(
     folder: str | os.PathLike[str],
     *,
     dtype: DTypeLike = "float32",
+    weights: WeightFormat = "model",
     place: Callable[[ModelConfig], Place] | None = None,
     end_tokens: EndTokens = "union",
 ) -> LoadedModel:
@@ -90,8 +92,13 @@ def load_model(
       folder: a Hugging Face folder with safetensors, single or sharded; or the name of
         a bundled model, such as "stdlib-bytes".
       dtype: dtype of the parameters: float32, bfloat16, float16, or float64 if JAX has
-        it enabled. It may differ from the dtype of the file; weights in 8 bits are
-        multiplied by their scales. Selection biases of experts are at least float32.
+        it enabled. It may differ from the dtype of the file. Selection biases of
+        experts are at least float32.
+      weights: format of the weights of the layers' products. "model" is `dtype`;
+        weights in 8 and 4 bits are multiplied by their scales. With "int8", "fp8",
+        "mxfp4" or "nvfp4" a folder that has weights in this format is read as it is;
+        others are quantized, one weight after another: see
+        `param_forms.quantize_params`.
       place: function of the configuration that returns a function to put each parameter
         on devices, one after another; None puts all on the default device.
       end_tokens: tokens that end a text. "union" takes `eos_token_id` of
@@ -111,10 +118,11 @@ def load_model(
     validation.choice("end_tokens", end_tokens, get_args(EndTokens))
     folder = model_folder(folder)
     dtype = checked_dtype(dtype)
+    validation.choice("weights", weights, get_args(WeightFormat.__value__))
     verify_listed(folder)
     config = read_config(folder)
     put = None if place is None else place(config)
-    params = load_params(folder, config, dtype, put)
+    params = load_params(folder, config, dtype, put, weights)
     return LoadedModel(config, params, *_load_tokenizer(folder, config, end_tokens))
 
 

@@ -18,8 +18,10 @@ from jaxkv.memory import (
     WindowLayers,
     can_rotate_and_write,
     make_pages,
+    query_places,
     rotate_and_write,
     write_features,
+    write_queries,
     write_routes,
 )
 from jaxkv.models import interface, rotary, transformer
@@ -65,6 +67,21 @@ class PageConfig(Protocol):
         """True if layers with a window have pages of their own."""
         ...
 
+    @property
+    def max_slots(self) -> int:
+        """Largest number of running sequences."""
+        ...
+
+    @property
+    def evict(self) -> memory.EvictionRule | None:
+        """Rule of KV eviction; None if there is none."""
+        ...
+
+    @property
+    def evict_window(self) -> int:
+        """Last tokens whose queries the rule reads."""
+        ...
+
     def num_window_pages(self, window: int) -> int:
         """Returns the pages of layers with a window."""
         ...
@@ -97,8 +114,11 @@ def make_model_pages(
 
     Raises:
       ValueError: `max_length` exceeds the model's learned positions, a model without
-        experts is to record routes, or one without windows to release pages.
+        experts is to record routes, or one without windows to release pages; or tokens
+        cannot be evicted from the cache of the model.
     """
+    if engine.evict is not None:
+        _check_eviction(config, engine.evict)
     config.check_length(engine.max_length, "max_length")
     experts = config.experts
     if record_routes and experts is None:
@@ -162,10 +182,37 @@ def make_model_pages(
             head_dim=sizes.head_dim,
         )
         pages = pages._replace(other_heads=other)
+    if engine.evict in memory.READS_QUERIES:
+        size = config.num_layers, engine.max_slots, engine.evict_window
+        pages = pages._replace(
+            queries=jnp.zeros((*size, config.num_q_heads, width), dtype)
+        )
+    if engine.evict == "h2o":
+        size = config.num_layers, engine.num_pages, heads, engine.page_size
+        pages = pages._replace(attention=jnp.zeros(size, jnp.float32))
     if config.recurrence is None:
         return pages
     shape = len(config.recurrent_layers), engine.num_states
     return pages._replace(states=zero_state(config.recurrence, shape, dtype))
+
+
+def _check_eviction(config: ModelConfig, rule: memory.EvictionRule) -> None:
+    """Raises a ValueError if tokens cannot be evicted from the cache of a model."""
+    obstacle = None
+    if config.recurrence is not None:
+        obstacle = "with recurrent layers"
+    elif config.latent is not None:
+        obstacle = "with latent attention, whose heads share one row"
+    elif any(window is not None for window in config.windows):
+        obstacle = "with sliding windows"
+    elif config.has_special_layers:
+        obstacle = "whose layers have sizes of their own or share K and V"
+    elif rule in memory.READS_QUERIES and (
+        config.sinks or config.score_cap is not None
+    ):
+        obstacle = "with sinks or capped scores"
+    if obstacle is not None:
+        raise ValueError(f"evict={rule!r} must be None for a model {obstacle}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,6 +372,9 @@ class PagedForward:
                 numerics=self.numerics,
             )
 
+        ring = None
+        if pages.queries is not None:
+            ring = query_places(rows, window=pages.queries.shape[2])
         run = self.attend or pages.layout.attend
         positions = jnp.maximum(rows.position, 0)
         kinds = [*dict.fromkeys(x for x in config.attention_kinds if x in group_of)]
@@ -371,6 +421,10 @@ class PagedForward:
             pages = (
                 group_pages if name is None else pages._replace(**{name: group_pages})
             )
+            if ring is not None:
+                scale = layer.scoring.scale
+                pages = write_queries(pages, layer.index, q, ring, scale)
+                group_pages = pages
             out = run(
                 group_pages,
                 layer.index,

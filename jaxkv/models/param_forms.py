@@ -4,7 +4,7 @@ Every function of this package that takes parameters accepts all forms.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,12 @@ from jaxtyping import Array, PyTree
 from jaxkv import validation
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.interface import Params
+from jaxkv.models.layers import (
+    QuantizedWeight,
+    WeightFormat,
+    inputs_axis,
+    quantize_weight,
+)
 
 
 def is_selection_bias(path: Sequence[object]) -> bool:
@@ -140,6 +146,50 @@ def unstack_layers(config: ModelConfig, params: Params) -> Params:
     return {**params, "layers": layers}
 
 
+def weight_format(params: Params) -> WeightFormat:
+    """Returns the format of the layers' weights."""
+    weights = (
+        leaf
+        for leaf in jax.tree.leaves(params, is_leaf=_is_quantized)
+        if _is_quantized(leaf)
+    )
+    first = next(weights, None)
+    return "model" if first is None else first.format
+
+
+def quantize_params(params: Params, weights: WeightFormat) -> Params:
+    """Quantizes the weights of the layers one after another, on the host.
+
+    Args:
+      params: parameters of a model on one device, stacked or not, without transposed
+        copies. They are not freed.
+      weights: format of the weights of the layers' products; "model" changes nothing.
+
+    Returns:
+      The same tree with a `QuantizedWeight` in place of each such weight. Every forward
+      pass accepts it.
+
+    Raises:
+      ValueError: the format has 4 bits, and a layer an odd number of inputs.
+    """
+    if weights == "model":
+        return params
+
+    def quantize(path: jax.tree_util.KeyPath, array: Array) -> Array | QuantizedWeight:
+        axis = inputs_axis(tuple(key.key for key in path))
+        if axis is None:
+            return array
+        host = np.asarray(array)
+        quantized = quantize_weight(host, weights, axis=axis, dtype=array.dtype)
+        return quantized.map_parts(lambda x: jax.device_put(x, may_alias=False))
+
+    return jax.tree_util.tree_map_with_path(quantize, params)
+
+
+def _is_quantized(leaf: object) -> TypeGuard[QuantizedWeight]:
+    return isinstance(leaf, QuantizedWeight)
+
+
 def has_transposed_weights(params: Params) -> bool:
     """Returns True if parameters have the form of `add_transposed_weights`."""
     return "transposed" in _first_product(params)
@@ -153,12 +203,14 @@ def add_transposed_weights(params: Params) -> Params:
 
     Args:
       params: parameters of a model without mixtures, stacked or not. They are not
-        freed.
+        freed. Quantized weights stay without copies.
 
     Returns:
       The same tree with "transposed" next to "weight" for each product in a layer.
       Every forward pass accepts it, and checkpoints omit the copies.
     """
+    if weight_format(params) != "model":
+        return params
 
     def both(part: Params) -> Params:
         if "weight" not in part:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from jaxkv.parallel.tensor import (
         fit_config,
         fit_params,
+        fit_specs,
         make_placer,
         param_specs,
         place_heads,

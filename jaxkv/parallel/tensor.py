@@ -21,11 +21,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxkv import validation
+from jaxkv.arrays import ArrayOrShape
 from jaxkv.models import (
     EXPERT,
     TENSOR,
     ModelConfig,
     Params,
+    QuantizedWeight,
     adapted_products,
     param_axes,
     stack_layers,
@@ -189,13 +191,39 @@ def param_specs(
     return jax.tree_util.tree_map_with_path(spec, axes, is_leaf=is_axes)
 
 
+def part_specs(weight: QuantizedWeight, spec: PartitionSpec) -> QuantizedWeight:
+    """Returns the specs of codes and scales, with which they are divided as the weight.
+
+    A scale of all inputs is replicated over devices that divide the inputs.
+    """
+
+    def fit(part: ArrayOrShape) -> PartitionSpec:
+        if part.shape[weight.axis] > 1:
+            return spec
+        names = [*spec]
+        names[weight.axis] = None
+        return PartitionSpec(*names)
+
+    return jax.tree.map(fit, weight)
+
+
+def fit_specs(params: Params, specs: Params) -> Params:
+    """Returns specs with those of codes and scales for quantized parameters."""
+    return jax.tree.map(
+        lambda x, spec: part_specs(x, spec) if isinstance(x, QuantizedWeight) else spec,
+        params,
+        specs,
+        is_leaf=lambda x: isinstance(x, QuantizedWeight),
+    )
+
+
 def _keys(path: jax.tree_util.KeyPath) -> Path:
     return tuple(key.key for key in path)
 
 
 def make_placer(
     config: ModelConfig, mesh: Mesh, axes: PyTree[tuple[str | None, ...]] = None
-) -> Callable[[Path, np.ndarray | Array], Array]:
+) -> Callable[[Path, np.ndarray | Array | QuantizedWeight], Array | QuantizedWeight]:
     """Returns a function that puts one parameter on the devices, each with its part.
 
     Args:
@@ -214,10 +242,29 @@ def make_placer(
     axes = param_axes(config) if axes is None else axes
     specs = param_specs(axes, mesh)
 
-    def place(path: Path, array: np.ndarray | Array) -> Array:
+    def place(
+        path: Path, array: np.ndarray | Array | QuantizedWeight
+    ) -> Array | QuantizedWeight:
         spec = specs
         for key in path:
             spec = spec[key]
+        if isinstance(array, QuantizedWeight):
+            divided = spec[array.axis] is not None
+            num_blocks = (
+                1 if array.block_scale is None else array.block_scale.shape[array.axis]
+            )
+            if divided and num_blocks > 1 and num_blocks % degree:
+                raise ValueError(
+                    f"tensor={degree} must divide the {num_blocks} blocks of inputs of "
+                    f"{'.'.join(map(str, path))} with weights={array.format!r}"
+                )
+            return jax.tree.map(
+                lambda part, spec: layout.put_array(
+                    fit_array(path, np.asarray(part), config, degree), spec, mesh
+                ),
+                array,
+                part_specs(array, spec),
+            )
         fitted = fit_array(path, np.asarray(array), config, degree)
         return layout.put_array(fitted, spec, mesh)
 
@@ -248,7 +295,7 @@ def stack_sharded_layers(
         return stacked
     adapted = adapted_products(stacked)
     specs = param_specs(param_axes(config, stacked=True, adapted=adapted), mesh)
-    return layout.place_tree(stacked, specs, mesh)
+    return layout.place_tree(stacked, fit_specs(stacked, specs), mesh)
 
 
 def place_heads(heads: LoadedHeads, mesh: Mesh) -> LoadedHeads:

@@ -22,7 +22,7 @@ from jaxkv.engine import (
     LogitsFn,
 )
 from jaxkv.memory import Eviction
-from jaxkv.models import EndTokens
+from jaxkv.models import EndTokens, WeightFormat
 from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
 from jaxkv.scheduling import Policy, RequestAttributes
@@ -123,6 +123,7 @@ class Engine(EngineCore):
         *,
         loaded: Any = None,
         dtype: str = "float32",
+        weights: WeightFormat = "model",
         scan_layers: bool = False,
         speculate: Method | SpeculationConfig | None = None,
         mesh: Mesh | None = None,
@@ -145,8 +146,12 @@ class Engine(EngineCore):
           folder: path of a folder with config.json, safetensors and, for text,
             tokenizer.json; or the name of a bundled model, such as "stdlib-bytes".
           loaded: result of `loading.read_model_folder` for this folder, `dtype`,
-            `mesh` and `end_tokens`; None reads it.
+            `weights`, `mesh` and `end_tokens`; None reads it.
           dtype: type of weights and pages.
+          weights: format of the weights of the layers' products, which are quantized
+            while they are read: "int8", "fp8", "mxfp4" or "nvfp4", see `load_model`.
+            "model" means `dtype`. A draft model has the same format. `weights_cost`
+            measures the loss of log-likelihood.
           scan_layers: True to stack the weights and scan over the layers, see
             `param_forms.stack_layers`; False to unroll them. A scan gives the same
             answers and compiles faster with many layers, but is slower on a CPU, and on
@@ -177,7 +182,7 @@ class Engine(EngineCore):
         names += inspect.signature(cls.load).parameters
         validation.check_keywords("Engine.load", bounds, names)
         # Flax and tokenizers load only here.
-        from jaxkv.models import LoadedModel
+        from jaxkv.models import LoadedModel, weight_format
         from jaxkv.serving import loading
 
         folder = loading.find_model_folder("folder", folder)
@@ -191,7 +196,11 @@ class Engine(EngineCore):
         model = loaded
         if model is None:
             model = loading.read_model_folder(
-                folder, dtype=dtype, mesh=mesh, end_tokens=end_tokens
+                folder,
+                dtype=dtype,
+                weights=weights,
+                mesh=mesh,
+                end_tokens=end_tokens,
             )
         if "max_stop_tokens" not in bounds:
             num = max(config.max_stop_tokens, len(model.eos_ids) + 3)
@@ -200,6 +209,7 @@ class Engine(EngineCore):
             folder=folder,
             draft_folder=loading.find_draft_folder(speculation_config),
             dtype=np.dtype(dtype).name,
+            weights=weight_format(model.params),
             scan_layers=scan_layers,
             mesh=mesh,
             adapters=folders,

@@ -26,6 +26,7 @@ from jaxkv.models import (
     EndTokens,
     LoadedModel,
     Params,
+    WeightFormat,
     adapted_products,
     join_adapters,
     load_adapters,
@@ -67,6 +68,8 @@ class Origin(NamedTuple):
     """Folder of the draft model or of the heads, if there are any."""
     dtype: str
     """Type of the weights."""
+    weights: WeightFormat
+    """Format of the layers' weights."""
     scan_layers: bool
     mesh: Mesh | None
     adapters: Mapping[str, Path] = MappingProxyType({})
@@ -126,6 +129,7 @@ def read_model_folder(
     folder: str | os.PathLike[str],
     *,
     dtype: str,
+    weights: WeightFormat = "model",
     mesh: Mesh | None = None,
     end_tokens: EndTokens = "union",
 ) -> LoadedModel:
@@ -135,9 +139,14 @@ def read_model_folder(
       ValueError: the folder cannot be used, or the mesh does not divide the model.
     """
     if mesh is None:
-        return load_model(folder, dtype=dtype, end_tokens=end_tokens)
-    place = functools.partial(make_placer, mesh=mesh)
-    loaded = load_model(folder, dtype=dtype, place=place, end_tokens=end_tokens)
+        return load_model(folder, dtype=dtype, weights=weights, end_tokens=end_tokens)
+    loaded = load_model(
+        folder,
+        dtype=dtype,
+        weights=weights,
+        place=functools.partial(make_placer, mesh=mesh),
+        end_tokens=end_tokens,
+    )
     config = fit_config(loaded.config, degree_of(mesh), num_expert=experts_of(mesh))
     return loaded._replace(config=config)
 
@@ -182,6 +191,8 @@ def build_engine_parts(
                 "mesh must be None for a model with recurrent layers, whose states are "
                 "not divided over devices"
             )
+        if config.evict is not None:
+            raise ValueError(f"evict={config.evict!r} must be None on a mesh")
         if config.release_window_pages:
             raise ValueError("release_window_pages=True must be False on a mesh")
         if loaded.config.has_special_layers:
@@ -201,7 +212,10 @@ def build_engine_parts(
     if speculation_config is not None and origin.draft_folder is not None:
         if speculation_config.draft_folder is not None:
             small = read_model_folder(
-                origin.draft_folder, dtype=origin.dtype, mesh=mesh
+                origin.draft_folder,
+                dtype=origin.dtype,
+                weights=origin.weights,
+                mesh=mesh,
             )
             draft = ModelWeights(small.config, small.params)
         else:

@@ -65,6 +65,8 @@ def check_parts(parts: EngineParts, rules: EngineRules) -> EngineParts:
             f"num_adapters={config.num_adapters} must be the number of names in "
             f"adapters={list(parts.adapters)}"
         )
+    if parts.mesh is not None and config.evict is not None:
+        raise ValueError(f"evict={config.evict!r} must be None on a mesh")
     speculation = rules.speculation
     if speculation is not None:
         validation.instance("speculation.drafter", speculation.drafter, Drafter)
@@ -219,6 +221,11 @@ def _check_answers(
         raise ValueError(
             f"{ask.num_sequences} answers of one request must be at most "
             f"{config.max_slots=}"
+        )
+    if ask.num_sequences > 1 and config.evict is not None:
+        raise ValueError(
+            f"{ask.num_sequences} answers of one request must be 1 with "
+            f"evict={config.evict!r}"
         )
     if (ask.beam_width or 0) > config.max_beams:
         raise ValueError(f"{ask.beam_width=} must be at most {config.max_beams=}")

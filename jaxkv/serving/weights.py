@@ -18,7 +18,9 @@ from jaxkv.models import (
     has_transposed_weights,
     is_stacked,
     join_adapters,
+    quantize_params,
     unstack_layers,
+    weight_format,
 )
 from jaxkv.parallel import stack_sharded_layers
 from jaxkv.speculation import MTPConfig, TargetAndDraftParams
@@ -33,6 +35,8 @@ def convert_params(
 ) -> _Arrays:
     """Converts parameters of a model to the form of an engine's.
 
+    Parameters of the model's type are quantized if those of the engine are.
+
     Args:
       old: parameters of the engine.
       new: parameters of the same model, as `load_model` returns them, or in the form of
@@ -46,6 +50,11 @@ def convert_params(
     Raises:
       ValueError: a parameter is missing, or differs in shape, type or sharding.
     """
+    weights = weight_format(old)
+    if weights != "model" and weight_format(new) == "model":
+        if mesh is not None:
+            raise ValueError(f"params must be quantized on a mesh, with {weights=}")
+        new = quantize_params(new, weights)
     if _is_alike(old, new):
         return _place(old, new)
     if not isinstance(old, TargetAndDraftParams):

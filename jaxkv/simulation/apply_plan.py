@@ -16,7 +16,7 @@ from jaxkv.ledger import (
     SlotPlan,
     Slots,
 )
-from jaxkv.memory import missing_pages, own_tokens, pages_for
+from jaxkv.memory import feeding_end, missing_pages, own_tokens, pages_for
 from jaxkv.scheduling import Counts, Plan, RequestAttributes
 from jaxkv.simulation import contiguous, counted_pages
 from jaxkv.simulation.contiguous import Reservation
@@ -95,7 +95,7 @@ def observe_simulation(
     books = state.ledger
     size = capacity.page_size
     slots = books.slots
-    length, places, block = state.pages
+    length, places, block, evicted = state.pages
     running_request = slots.sequence // max_samples
     group = groups_by_request(slots, running_request)
     request = books.queue[:head]
@@ -140,6 +140,16 @@ def observe_simulation(
         token_budget=capacity.token_budget,
     )
     pages = CountedPages(waiting.swapped_tokens, waiting.swapped_tokens, None)
+    if evicted is not None:
+        assert capacity.evict_limit is not None
+        prompt = w.prompt[jnp.maximum(running_request, 0)]
+        end = feeding_end(state.pages.position, prompt, capacity.evict_limit)
+        goal = jnp.maximum(counts.target_length - evicted, 0)
+        num = jnp.minimum(counts.waiting_tokens, w.prompt[jnp.maximum(request, 0)])
+        counts = counts._replace(
+            target_length=jnp.minimum(goal, end), waiting_tokens=num
+        )
+        pages = pages._replace(evicted=jnp.zeros_like(pages.length))
     if (cache := state.prefixes) is not None:
         cached = counted_pages.match_chains(
             cache, w, request, waiting.num_to_feed, slots, size
@@ -231,7 +241,7 @@ def preempt_and_admit(
         plan.preempt,
         request,
         group,
-        length=length,
+        length=state.pages.position,
         num_common=num_common,
         swapped_pages=written,
         is_swapped=is_swapped,

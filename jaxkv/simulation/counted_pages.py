@@ -25,6 +25,7 @@ from jaxkv.memory import (
     LinearEviction,
     Releases,
     Uses,
+    eviction_due,
     first_window_page,
     pages_for,
 )
@@ -41,6 +42,13 @@ class CountedPages(NamedTuple):
     """Token places held: `length`, and those reserved ahead."""
     block: Int32[Array, "*n"] | None
     """First leaf of the contiguous block; None without a contiguous reservation."""
+    evicted: Int32[Array, "*n"] | None = None
+    """Tokens evicted from the cache; None without KV eviction."""
+
+    @property
+    def position(self) -> Int32[Array, "*n"]:
+        """Tokens fed, the evicted ones included."""
+        return self.length if self.evicted is None else self.length + self.evicted
 
 
 class MemoryBreakdown(NamedTuple):
@@ -81,6 +89,35 @@ def num_owned(
     full = jnp.where(shares & ~group.is_first, slots.fork.num_common // page_size, 0)
     num_shared = full + (joint & (group.before(joint) > 0)).astype(jnp.int32)
     return pages - num_shared, num_shared
+
+
+def evict_counted(
+    pages: CountedPages,
+    runs: Bool[Array, " slots"],
+    prompt: Int32[Array, " slots"],
+    budget: Int32[Array, ""],
+    limit: Int32[Array, ""],
+) -> CountedPages:
+    """Evicts tokens of running slots where the engine does, and releases places.
+
+    Args:
+      pages: token places of the slots.
+      runs: slots whose sequences go on.
+      prompt: tokens of their prompts.
+      budget: tokens that stay.
+      limit: tokens in the cache at which tokens of an answer are evicted.
+    """
+    after_prompt, in_answer = eviction_due(
+        pages.length, pages.position, prompt, budget, limit
+    )
+    is_due = (after_prompt | in_answer) & runs
+    num = jnp.where(is_due, pages.length - budget, 0)
+    assert pages.evicted is not None
+    return pages._replace(
+        length=pages.length - num,
+        places=jnp.where(is_due, budget, pages.places),
+        evicted=pages.evicted + num,
+    )
 
 
 def num_copies(

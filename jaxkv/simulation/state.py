@@ -7,7 +7,7 @@ from jaxtyping import Array, Int32
 
 from jaxkv import arrays, ledger, validation
 from jaxkv.ledger import Ledger
-from jaxkv.memory import max_pages
+from jaxkv.memory import CONTINUES, EVICTION_RULES, EvictionRule, max_pages
 from jaxkv.scheduling import NO_LIMIT, Policy, holds_finished
 from jaxkv.simulation import contiguous, counted_pages, sessions
 from jaxkv.simulation.contiguous import Reservation
@@ -29,6 +29,10 @@ class Capacity(NamedTuple):
     window: Int32[Array, ""] | None = None
     """Largest window of the model's layers, for their pages in
     `SimulatedStep.used_window_pages`; None does not count them."""
+    evict_budget: Int32[Array, ""] | None = None
+    """Tokens that stay when tokens are evicted from the cache; None evicts none."""
+    evict_limit: Int32[Array, ""] | None = None
+    """Tokens in the cache at which an answer's tokens are evicted."""
 
     @classmethod
     def of(
@@ -70,6 +74,28 @@ class Capacity(NamedTuple):
             if isinstance(value, int) and not low <= value < NO_LIMIT:
                 raise ValueError(f"{name}={value} must be in [{low}, {NO_LIMIT})")
         return cls(*(jnp.asarray(value, jnp.int32) for value, _ in bounds.values()))
+
+    def with_eviction(self, evict: EvictionRule, budget: int) -> "Capacity":
+        """Returns the bounds of an engine that evicts tokens, without swapping.
+
+        Args:
+          evict: rule of KV eviction, as in `EngineConfig`, which determines when tokens
+            are evicted.
+          budget: tokens that stay, at least 1.
+
+        Raises:
+          ValueError: there is no such rule, or the budget is below 1.
+        """
+        validation.choice("evict", evict, tuple(EVICTION_RULES))
+        tokens = jnp.int32(validation.integer("budget", budget, low=1))
+        limit = jnp.int32(NO_LIMIT)
+        if evict in CONTINUES:
+            limit = tokens + self.page_size
+        return self._replace(
+            max_swap_pages=jnp.zeros_like(self.max_swap_pages),
+            evict_budget=tokens,
+            evict_limit=limit,
+        )
 
 
 class Simulation(NamedTuple):
@@ -139,6 +165,11 @@ def init_simulation(
         raise ValueError(
             f"{max_samples=} must be 1 with chains, and pages not contiguous"
         )
+    evicts = c.evict_budget is not None
+    if evicts and (max_samples > 1 or w.chains is not None or reservation is not None):
+        raise ValueError(
+            f"{max_samples=} must be 1 with evict, without chains and reservation"
+        )
     # Requests that fit into an idle engine.
     shared, sample_pages = max_pages(
         w.prompt, w.prompt + w.output, page_size=c.page_size
@@ -179,6 +210,7 @@ def init_simulation(
             length=zeros(max_slots),
             places=zeros(max_slots),
             block=None if reservation is None else zeros(max_slots),
+            evicted=zeros(max_slots) if evicts else None,
         ),
         num_taken=zeros(),
         num_swapped=zeros(),

@@ -193,6 +193,18 @@ def _step(
         state = state._replace(prefixes=counted_pages.evict_chains(cache, missing))
     state, work, draws = _feed(state, granted, batch)
     state, emission = _emit(state, granted, batch, draws, it.acceptance, max_samples)
+    if it.capacity.evict_budget is not None:
+        assert it.capacity.evict_limit is not None
+        if it.acceptance is not None:
+            raise ValueError("acceptance must be None with evict")
+        pages = counted_pages.evict_counted(
+            state.pages,
+            ledger.is_running(state.ledger.slots) & ~emission.ended,
+            batch.prompt,
+            it.capacity.evict_budget,
+            it.capacity.evict_limit,
+        )
+        state = state._replace(pages=pages)
     work = work._replace(
         num_drawn=jnp.sum(emission.num_emitted, dtype=jnp.int32),
         num_copied=granted.num_copied,
@@ -344,8 +356,11 @@ def _feed(
     pages = state.pages
     group = batch.group
     num_rows = granted.num_rows
+    context = batch.context
+    if (evicted := pages.evicted) is not None:
+        context = -evicted if context is None else context - evicted
     work = work_of_rows(
-        slots, pages.length, num_rows, granted.num_drafts, batch.prompt, batch.context
+        slots, pages.position, num_rows, granted.num_drafts, batch.prompt, context
     )
     length = pages.length + num_rows
     forked = jnp.zeros(length.shape, bool)
@@ -358,10 +373,9 @@ def _feed(
         pages = pages._replace(places=places)
     slots = ledger.record_forks(slots, forked, length)
     draws = ((num_rows > 0) | forked) & ledger.is_running(slots)
-    draws &= length == slots.num_tokens
-    state = state._replace(
-        ledger=state.ledger._replace(slots=slots), pages=pages._replace(length=length)
-    )
+    pages = pages._replace(length=length)
+    draws &= pages.position == slots.num_tokens
+    state = state._replace(ledger=state.ledger._replace(slots=slots), pages=pages)
     return state, work, draws
 
 
@@ -408,11 +422,15 @@ def _info(
         num_reserved = contiguous.reserved_places(
             it.reservation.rule, batch.prompt, batch.output, it.capacity.max_length
         )
+    limit = batch.limit
+    if (evicted := state.pages.evicted) is not None:
+        assert it.capacity.evict_limit is not None
+        limit = jnp.minimum(limit - evicted, it.capacity.evict_limit)
     memory, saved_pages = counted_pages.break_down(
         slots,
         state.pages,
         batch.group,
-        batch.limit,
+        limit,
         it.capacity.page_size,
         num_reserved,
     )
@@ -483,7 +501,7 @@ def _retire(
         over = group.is_first & group.any(ended) & ~goes_on
     slots = slots._replace(num_tokens=slots.num_tokens + num_emitted)
     books = ledger.note_events(
-        state.ledger._replace(slots=slots), begins, ended, state.pages.length
+        state.ledger._replace(slots=slots), begins, ended, state.pages.position
     )
     session_state = state.sessions
     if session_state is not None:

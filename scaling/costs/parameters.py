@@ -53,6 +53,34 @@ class Weight(NamedTuple):
     split: Split = "none"
 
 
+QUANTIZED_BYTES = {
+    "int8": 1,
+    "fp8": 1 + 4 / 128,
+    "mxfp4": 1 / 2 + 1 / 32,
+    "nvfp4": 1 / 2 + 1 / 16,
+}
+"""Bytes of a weight in 8 or 4 bits, with the scales of its block."""
+_UNQUANTIZED = ("router", "shared gate", "key and value, up", "rate", "decay")
+_UNQUANTIZED += ("decay and rate",)
+
+
+def bytes_of_weight(
+    weight: Weight, weights: str, weight_bytes: int | float
+) -> int | float:
+    """Returns the bytes of each number of a weight.
+
+    Args:
+      weight: the weight.
+      weights: a key of `QUANTIZED_BYTES` for the weights of the layers' products, as
+        `jaxkv.Engine.load` takes it; "model" for `weight_bytes`.
+      weight_bytes: bytes of a number of all other weights.
+    """
+    is_product = weight.applied and weight.part != "head"
+    if weights == "model" or not is_product or weight.name in _UNQUANTIZED:
+        return weight_bytes
+    return QUANTIZED_BYTES[weights]
+
+
 class ParameterCounts(NamedTuple):
     """Parameter counts; papers use each of them as N.
 

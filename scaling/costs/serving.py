@@ -148,29 +148,35 @@ def sequence_state_bytes(
 
 
 def weight_bytes_read(
-    model: ModelShape, tokens: int, *, weight_bytes: int | float = 2
+    model: ModelShape,
+    tokens: int,
+    *,
+    weight_bytes: int | float = 2,
+    weights: str = "model",
 ) -> int | float:
     """Returns the bytes of weights that a step on some tokens reads.
 
     Of embeddings, only the rows of the tokens are read. Of e experts, a step of x
     tokens reads e (1 - (1 - k/e)^x) on average, if they are drawn with equal
-    probability.
+    probability. `weights` is the format of the layers' weights, see
+    `parameters.bytes_of_weight`.
     """
     places = parameters.place_counts(model)
     rows = {"embedding": model.vocab_size, "positions": model.position_rows}
-    numbers = 0.0
+    num_bytes = 0.0
     for weight in parameters.list_weights(model):
         if weight.place == "ahead":
             continue
+        size = parameters.bytes_of_weight(weight, weights, weight_bytes)
         copies = weight.size * places[weight.place]
         if weight.part in rows:
-            numbers += tokens * (weight.size // rows[weight.part])
+            num_bytes += size * tokens * (weight.size // rows[weight.part])
         elif weight.stored > 1:
             missed = (1 - weight.active / weight.stored) ** tokens
-            numbers += copies * weight.stored * (1 - missed)
+            num_bytes += size * copies * weight.stored * (1 - missed)
         else:
-            numbers += copies * max(weight.stored, weight.applied)
-    return numbers * weight_bytes
+            num_bytes += size * copies * max(weight.stored, weight.applied)
+    return num_bytes
 
 
 @validation.checks_numbers(
@@ -185,6 +191,7 @@ def decode_work(
     batch: int,
     context: int,
     weight_bytes: int | float = 2,
+    weights: str = "model",
     kv_bytes: int | float = 2,
 ) -> ServingWork:
     """Returns the work of a decoding step: one token of each sequence.
@@ -194,12 +201,15 @@ def decode_work(
       batch: sequences, at least 1.
       context: keys of each query, its own included, at least 1.
       weight_bytes: bytes of one weight.
+      weights: format of the layers' weights, see `parameters.bytes_of_weight`.
       kv_bytes: bytes of one number of K or V.
     """
     terms = costs_flops.decode_terms(model, batch=batch, context=context)
     return ServingWork(
         flops=total_flops(terms),
-        weight_bytes=weight_bytes_read(model, batch, weight_bytes=weight_bytes),
+        weight_bytes=weight_bytes_read(
+            model, batch, weight_bytes=weight_bytes, weights=weights
+        ),
         # The context is read; the key of the newest token was written just before.
         kv_bytes=batch * _read_kv_bytes(model, context, kv_bytes)
         + batch * kv_bytes_per_token(model, kv_bytes=kv_bytes)
@@ -222,6 +232,7 @@ def prefill_work(
     past: int = 0,
     attention: Attention = "causal",
     weight_bytes: int | float = 2,
+    weights: str = "model",
     kv_bytes: int | float = 2,
 ) -> ServingWork:
     """Returns the work of prompts, or chunks of them, with logits of the last token.
@@ -233,6 +244,7 @@ def prefill_work(
       past: earlier tokens of each sequence in the KV cache.
       attention: convention for pairs of query and key.
       weight_bytes: bytes of one weight.
+      weights: format of the layers' weights, see `parameters.bytes_of_weight`.
       kv_bytes: bytes of one number of K or V.
     """
     sizes = {"batch": batch, "sequence": prompt, "past": past}
@@ -244,7 +256,7 @@ def prefill_work(
     return ServingWork(
         flops=total_flops(terms),
         weight_bytes=weight_bytes_read(
-            model, batch * prompt, weight_bytes=weight_bytes
+            model, batch * prompt, weight_bytes=weight_bytes, weights=weights
         ),
         kv_bytes=written
         + read
@@ -306,6 +318,7 @@ def max_batch(
     context: int,
     num_devices: int = 1,
     weight_bytes: int | float = 2,
+    weights: str = "model",
     kv_bytes: int | float = 2,
     memory_share: float = 1.0,
 ) -> int:
@@ -320,14 +333,23 @@ def max_batch(
       context: tokens of each sequence.
       num_devices: devices that share weights, keys and values evenly.
       weight_bytes: bytes of each parameter.
+      weights: format of the layers' weights, see `parameters.bytes_of_weight`.
       kv_bytes: bytes of each number in the KV cache.
       memory_share: usable share of the devices' memory, in (0, 1].
 
     Returns:
       The number of sequences; 0 if the weights do not fit.
     """
-    weights = parameters.count_parameters(model).total * weight_bytes
-    left = memory_share * device.memory_bytes * num_devices - weights
+    places = parameters.place_counts(model)
+    stored_bytes = sum(
+        weight.size
+        * places[weight.place]
+        * weight.stored
+        * parameters.bytes_of_weight(weight, weights, weight_bytes)
+        for weight in parameters.list_weights(model)
+        if weight.place != "ahead"
+    )
+    left = memory_share * device.memory_bytes * num_devices - stored_bytes
     sequence = sequence_kv_bytes(model, context, kv_bytes=kv_bytes)
     sequence += sequence_state_bytes(model, kv_bytes=kv_bytes)
     return max(0, int(left // sequence))

@@ -365,6 +365,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"traffics": ("9:9",)}, "traffics='9:9' must be PROMPT:ANSWER:FIRST_S"),
         ({"num_sizes": 7}, "num_sizes=7 must be at least 8"),
     ],
+    "kv_eviction": [
+        ({"budgets": (384,)}, "budgets=(384,) must be below prompt_tokens=384"),
+        ({"rules": ("lru",)}, "must be of"),
+    ],
     "speculation_zoo": [
         ({"output_tokens": 272}, "output_tokens=272 must be more than 272"),
         ({"ways": (("plain", 1),)}, "self.ways"),

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkv import clock, scheduling
 from jaxkv.engine import EngineConfig, EngineState, Speculation
-from jaxkv.memory import WindowLayers, make_pages
+from jaxkv.memory import EvictionRule, WindowLayers, make_pages
 from jaxkv.models import ForwardResult
 from jaxkv.scheduling import NO_LIMIT, Policy, RequestAttributes
 from jaxkv.simulation import Acceptance, state, step
@@ -119,6 +119,8 @@ class Case(NamedTuple):
     max_swap_pages: int = 0
     head: int | None = None
     window: int | None = None
+    evict: EvictionRule | None = None
+    evict_budget: int = 0
 
 
 CASES = {
@@ -201,6 +203,8 @@ def compare_with_engine(
         max_stop_tokens=1,
         max_drafts=0 if acceptance is None else acceptance.chances.shape[0],
         release_window_pages=case.window is not None,
+        evict=case.evict,
+        evict_budget=case.evict_budget,
         debug=True,
     )
     bounds = capacity(config, case.window)
@@ -258,7 +262,7 @@ def assert_equal_steps(run: EngineComparison) -> None:
 
 
 def capacity(config: EngineConfig, window: int | None = None) -> state.Capacity:
-    return state.Capacity.of(
+    bounds = state.Capacity.of(
         num_pages=config.num_pages,
         page_size=config.page_size,
         max_length=config.max_length,
@@ -266,3 +270,6 @@ def capacity(config: EngineConfig, window: int | None = None) -> state.Capacity:
         max_swap_pages=config.max_swap_pages,
         window=window,
     )
+    if config.evict is None:
+        return bounds
+    return bounds.with_eviction(config.evict, config.evict_budget)

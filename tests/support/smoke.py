@@ -23,6 +23,7 @@ SLOW = {
     *("deepseek", "disaggregation", "expert_parallel", "experts", "fit_coverage"),
     "forecasting",
     *("flash_attention", "grpo", "isoflop", "jacobi", "known_entropy", "kv_cache"),
+    "kv_eviction",
     *("learning_rate", "memory_waste", "page_tables", "preemption", "prefix_caching"),
     *(
         "policy_search",
@@ -118,6 +119,7 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "demo": _served(64),
     "isoflop": _swept,
     "jacobi": _served(64),
+    "kv_eviction": _served(72),
     "preemption": _served(72),
     "prefix_caching": _recorded,
     "sharing": _served(208),

@@ -40,7 +40,7 @@ from experiments.harness import (
     start_peers,
 )
 from jaxkv.engine import EngineConfig
-from jaxkv.models import LoadedModel, save_model
+from jaxkv.models import LoadedModel, WeightFormat, quantize_params, save_model
 from pallas_kernels import devices
 from pallas_kernels.bench import Ceilings, measure_ceilings
 from scaling.costs import kv_bytes_per_token
@@ -76,6 +76,8 @@ class Config(lab.ConfigRecord):
     """Also measure the parts of a decode step, without speculation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights and pages of jaxkv; peers compute in float32."""
+    weights: WeightFormat = "model"
+    """Format of the weights of jaxkv's layers; peers have those of the model."""
     page_size: lab.PositiveInt = 16
     """Tokens per page."""
     token_budget: int = 512
@@ -194,6 +196,9 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> list[DecodeRow]:
             num_elements=size, width=width, dtype=config.dtype, num_calls=10
         )
 
+        # Peers have the weights of the model.
+        model = model._replace(params=quantize_params(model.params, config.weights))
+
         def measure(
             case: tuple[int, int],
             engine: JaxkvEngine | PeerEngine,
@@ -267,7 +272,7 @@ def _floor(
     leaves = jax.tree.leaves(model.params)
     num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
     if not shape.tie_embeddings:  # an embedding lookup reads few rows
-        num_bytes -= shape.vocab_size * shape.hidden_size * leaves[0].dtype.itemsize
+        num_bytes -= model.params["embed"]["weight"].nbytes
     mean = context + config.output_tokens // 2
     num_bytes += (
         batch
@@ -280,6 +285,7 @@ def _floor(
     rate = max(ceilings.read_bytes_per_s, ceilings.copy_bytes_per_s)
     floor_s = num_bytes / rate
     return {
+        "step_bytes": num_bytes,
         "floor_s": floor_s,
         "fraction": floor_s / row["step_s"],
         "read_bytes_per_s": rate,

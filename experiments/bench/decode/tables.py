@@ -60,6 +60,7 @@ class DecodeRow(TypedDict, total=False):
     ratio_range: list[float] | None
     prefill_ratio: float | None
     prefill_ratio_range: list[float] | None
+    step_bytes: float | None
     floor_s: float
     fraction: float | None
     read_bytes_per_s: float
@@ -89,6 +90,9 @@ class DecodeRates(lab.ResultTable):
     first_token_s: np.ndarray = lab.column(
         "time until every sequence has a token", heading="first token"
     )
+    step_bytes: np.ndarray = lab.column(
+        "bytes of weights, K and V that a step reads", heading="bytes per step"
+    )
     fraction: np.ndarray = lab.column(
         "floor / step time", heading="of the memory floor"
     )
@@ -109,9 +113,15 @@ class DecodeRates(lab.ResultTable):
 
 
 REPORTED = ("batch", "prompt_tokens", "decode_tokens_per_s", "prefill_tokens_per_s")
-REPORTED += ("first_token_s", "step_s", "fraction", "occupancy", "host_share")
+REPORTED += ("first_token_s", "step_s", "step_bytes", "fraction", "occupancy")
+REPORTED += ("host_share",)
 REPORTED += ("compile_s", "peak_bytes")
-LACKING: DecodeRow = {"occupancy": None, "first_token_s": None, "fraction": None}
+LACKING: DecodeRow = {
+    "occupancy": None,
+    "first_token_s": None,
+    "step_bytes": None,
+    "fraction": None,
+}
 
 
 def fill_missing(result: list[DecodeRow]) -> list[DecodeRow]:

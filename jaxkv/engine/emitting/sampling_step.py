@@ -101,7 +101,7 @@ def emit(
       The new state, and the emitted tokens.
     """
     num_tokens = state.slots.num_tokens
-    ready = fed & (state.table.length == num_tokens)
+    ready = fed & (state.table.position == num_tokens)
     emits = ready & ~groups.is_beam(state)
     logits = result.logits[: config.max_slots]
     if speculation is None or drafts is None:

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
         swap_in,
         swap_out,
     )
+    from jaxkv.engine.paging.token_eviction import (
+        end_rows_at_eviction,
+        evict_tokens,
+        move_queries,
+    )
     from jaxkv.engine.paging.window_pages import (
         continue_windows,
         count_window_violations,

@@ -85,7 +85,7 @@ def from_hf(raw: Mapping[str, object]) -> ModelConfig:
         if has_switch or settings.get("use_sliding_window") is False:
             read |= windows.WINDOW_KEYS
     quantization = settings.get("quantization_config")
-    if _is_fp8(quantization) or (family.interleaved and _is_mxfp4(quantization)):
+    if _is_supported(quantization, has_mxfp4=bool(family.interleaved)):
         read |= {"quantization_config"}
     harmless.refuse_unknown(family, settings, read)
     refuse_other_values(family, settings, {**harmless.ONLY, **family.only_served})
@@ -264,6 +264,59 @@ def _write_key(config: ModelConfig, fields: tuple[str, ...], form: KeyForm) -> o
         return _KEY_VALUES[form](operator.attrgetter(fields[0])(config))
     low, high = operator.attrgetter(*fields)(config)
     return [low, {"__float__": "Infinity"} if high is None else high]
+
+
+_QUANTIZER_KEYS = {
+    "config_groups",
+    "global_compression_ratio",
+    "ignore",
+    "producer",
+    "quant_algo",
+    "quant_method",
+    "quantization_status",
+    "version",
+}
+"""Keys of quantizers whose content the tensors' names, shapes and types show."""
+_QUANTIZERS = {
+    "modelopt": ("quant_algo", ("FP8", "NVFP4")),
+    "compressed-tensors": (
+        "format",
+        (
+            "float-quantized",
+            "int-quantized",
+            "naive-quantized",
+            "nvfp4-pack-quantized",
+        ),
+    ),
+}
+"""Key of the format, and the supported formats, by `quant_method`."""
+
+
+def _is_supported(settings: object, *, has_mxfp4: bool) -> bool:
+    """Returns True if `weights` reads weights of a `quantization_config`.
+
+    Scales of activations have no effect: products take activations of the model's type.
+
+    Args:
+      settings: the value.
+      has_mxfp4: True if the family has experts in MXFP4.
+
+    Raises:
+      ValueError: the method packs weights in another form.
+    """
+    if not isinstance(settings, Mapping):
+        return False
+    method = settings.get("quant_method")
+    if method in ("gptq", "awq"):
+        raise ValueError(
+            f"quant_method={method!r} is not supported, only fp8 in blocks of 128 x "
+            "128, mxfp4 of gpt-oss, modelopt and compressed-tensors"
+        )
+    if isinstance(method, str) and method in _QUANTIZERS:
+        key, formats = _QUANTIZERS[method]
+        used = {name for name, value in settings.items() if value not in (None, {}, [])}
+        return settings.get(key) in formats and used <= _QUANTIZER_KEYS | {key}
+    return _is_fp8(settings) or (has_mxfp4 and _is_mxfp4(settings))
 
 
 def _is_fp8(settings: object) -> bool:

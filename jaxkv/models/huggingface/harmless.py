@@ -135,7 +135,8 @@ ONLY: Mapping[str, object] = {
 
 _REFUSAL_REASONS = {
     "quantization_config": "only f32, bf16 and f16 weights, fp8 (e4m3) in blocks of "
-    "128 x 128, and the MXFP4 of gpt-oss",
+    "128 x 128, the MXFP4 of gpt-oss, and fp8, int8 and NVFP4 of modelopt and "
+    "compressed-tensors without a scheme for K and V",
     "compression_config": "only f32, bf16 and f16 weights",
     "auto_map": "code that comes with a model is never run",
 }

@@ -3,23 +3,29 @@
 The name, type and shape of every tensor are checked before use. Files are never
 unpickled.
 
-Weights in 4 bits with a scale for each 32 of them (MXFP4) are those of gpt-oss. Source:
-OCP Microscaling Formats, version 1.0, sections 5.3.3 and 6.3; the order of the numbers
-in a byte is that of gpt-oss's published weights.
+Weights in 8 and 4 bits are those of DeepSeek-V3 (`weight_scale_inv` for blocks of
+128 x 128), gpt-oss (`_blocks` and `_scales`), NVIDIA's Model Optimizer (`weight_scale`
+and `weight_scale_2`) and compressed-tensors (`weight_scale`, and in 4 bits
+`weight_packed` and `weight_global_scale`). Source of the order of the numbers in a
+byte: the published weights of gpt-oss; of the two last forms: vLLM's `modelopt.py` and
+its schemes for compressed-tensors.
 """
 
 import json
+import math
+import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array
 
 from jaxkv import validation
 from jaxkv.arrays import ArrayOrShape
@@ -42,33 +48,126 @@ from jaxkv.models.huggingface.tensors import (
 )
 from jaxkv.models.huggingface.values import FP8_BLOCK
 from jaxkv.models.interface import Params
+from jaxkv.models.layers import (
+    BLOCK_SIZES,
+    QuantizedWeight,
+    WeightFormat,
+    inputs_axis,
+    move_inputs,
+    quantize_weight,
+)
 
-type Place = Callable[[tuple[str | int, ...], np.ndarray], Array]
+type Place = Callable[
+    [tuple[str | int, ...], np.ndarray | QuantizedWeight], Array | QuantizedWeight
+]
 """Puts a parameter on devices, given its keys from the root of the tree."""
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Safetensors' names of the supported element types.
 STORED_TYPES = ("F32", "BF16", "F16", "F64")
-SCALE_SUFFIX = "_scale_inv"
-"""Suffix of the scales of a tensor in 8 bits."""
-BLOCKS_SUFFIX = "_blocks"
-SCALES_SUFFIX = "_scales"
-"""Suffixes of the two tensors of a packed one."""
-PACKED_BLOCK = 32
-"""Numbers of a block, which have one scale."""
+_ACTIVATION_SCALES = ("input_scale", "input_global_scale")
+"""Tensors next to a quantized weight that concern activations in 8 or 4 bits."""
 
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = np.asarray([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
+
+class _Part(NamedTuple):
+    """A tensor of a quantized weight in a folder."""
+
+    name: str
+    """Name in a full model."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Supported shapes."""
+    types: tuple[str, ...]
+    """Safetensors' names of the supported element types."""
+
+
+class _StoredForm(NamedTuple):
+    """Tensors of a quantized weight in a folder."""
+
+    format: WeightFormat | None
+    """The format; None for 8 bits, where the type of `codes` decides."""
+    codes: _Part
+    scale: _Part
+    """Scale of each block or of each output."""
+    factor: _Part | None = None
+    """Scale of the tensor."""
+    divides: bool = False
+    """True if the scale of the tensor is a divisor."""
+
+    @property
+    def parts(self) -> list[_Part]:
+        """All tensors."""
+        parts = self.codes, self.scale, self.factor
+        return [part for part in parts if part is not None]
+
+
+def _find_form(
+    name: str, shape: tuple[int, ...], file_names: Mapping[str, str]
+) -> _StoredForm | None:
+    """Returns the form in which a folder has a weight; None for an array.
+
+    Args:
+      name: tensor in a full model.
+      shape: its shape.
+      file_names: names in the folder, by those in a full model.
+
+    Raises:
+      ValueError: blocks of weights in 4 bits do not divide the inputs.
+    """
+    if f"{name}_blocks" in file_names:
+        blocks, scales = packed_shapes(shape)
+        return _StoredForm(
+            "mxfp4",
+            _Part(f"{name}_blocks", (blocks,), ("U8",)),
+            _Part(f"{name}_scales", (scales,), ("U8",)),
+        )
+    prefix = name.removesuffix(".weight")
+    packed = f"{prefix}.weight_packed"
+    if packed in file_names or f"{name}_scale_2" in file_names:
+        *outputs, inputs = shape
+        size = BLOCK_SIZES["nvfp4"]
+        if inputs % size:
+            raise ValueError(
+                f"{inputs=} of packed weights must be a multiple of {size}"
+            )
+        is_other = packed in file_names
+        scalar = f"{prefix}.weight_global_scale" if is_other else f"{name}_scale_2"
+        return _StoredForm(
+            "nvfp4",
+            _Part(packed if is_other else name, ((*outputs, inputs // 2),), ("U8",)),
+            _Part(f"{name}_scale", ((*outputs, inputs // size),), ("F8_E4M3",)),
+            _Part(scalar, ((), (1,)), ("F32",)),
+            divides=is_other,
+        )
+    if len(shape) != 2:
+        return None
+    blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
+    if f"{name}_scale_inv" in file_names:
+        codes = _Part(name, (shape,), ("F8_E4M3",))
+        return _StoredForm(
+            None, codes, _Part(f"{name}_scale_inv", (blocks,), STORED_TYPES)
+        )
+    if f"{name}_scale" in file_names:
+        rows = shape[:1]
+        shapes = (*rows, 1), rows, (1,), (), blocks
+        codes = _Part(name, (shape,), ("F8_E4M3", "I8"))
+        return _StoredForm(None, codes, _Part(f"{name}_scale", shapes, STORED_TYPES))
+    return None
 
 
 def load_params(
-    folder: Path, config: ModelConfig, dtype: np.dtype, place: Place | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: np.dtype,
+    place: Place | None = None,
+    weights: WeightFormat = "model",
 ) -> Params:
     """Reads all parameters after checking every tensor's name, type and shape.
 
     The folder has `model.safetensors`, or an index and its files; `dtype` is a result
-    of `checked_dtype`. Parameters are read and placed one after another.
+    of `checked_dtype`. Parameters are read, quantized and placed one after another. If
+    the folder has weights in the format of `weights`, these keep their bits, and no
+    others are quantized.
 
     Raises:
       ValueError: a tensor is missing, unexpected, of another shape, not floating, not
@@ -118,24 +217,28 @@ def load_params(
         if copy in file_names
     }
     expected |= {copy: expected[name] for copy, name in copies.items()}
-    expected |= {
-        name + SCALE_SUFFIX: tuple(-(-size // FP8_BLOCK) for size in shape)
+    forms = {
+        name: form
         for name, shape in expected.items()
-        if name + SCALE_SUFFIX in file_names
+        if len(shape) > 1 and (form := _find_form(name, shape, file_names)) is not None
     }
-    packed = [name for name in expected if name + BLOCKS_SUFFIX in file_names]
-    suffixes = BLOCKS_SUFFIX, SCALES_SUFFIX
-    for name in packed:
-        shapes = packed_shapes(expected.pop(name))
-        expected |= {f"{name}{end}": x for end, x in zip(suffixes, shapes, strict=True)}
-    _check_tensors(folder, expected, tensors, file_names)
+    tensor_parts = {
+        name: _Part(name, (shape,), STORED_TYPES) for name, shape in expected.items()
+    }
+    for name, form in forms.items():
+        del tensor_parts[name]
+        tensor_parts |= {part.name: part for part in form.parts}
+        for end in _ACTIVATION_SCALES:
+            file_names.pop(f"{name.removesuffix('.weight')}.{end}", None)
+    _check_tensors(folder, tensor_parts.values(), tensors, file_names)
 
     def read(name: str, dtype: np.dtype) -> np.ndarray:
-        if name in packed:
-            names = [file_names[name + end] for end in suffixes]
-            return _read_packed(tensors, names, dtype)
-        scales = file_names.get(name + SCALE_SUFFIX)
-        return _read(tensors, file_names[name], dtype, scales)
+        if name in forms:
+            return _cast(np.asarray(read_quantized(name).dequantize()), dtype, name)
+        return _read(tensors, file_names[name], dtype)
+
+    def read_quantized(name: str) -> QuantizedWeight:
+        return _read_quantized(tensors, forms[name], expected[name], file_names)
 
     def bits(name: str) -> np.ndarray:  # for an exact comparison, also of NaN
         return np.ascontiguousarray(read(name, dtype)).view(np.uint8)
@@ -153,14 +256,36 @@ def load_params(
     # Not `jnp.asarray`, which compiles a program for each shape.
     put = place or (lambda path, array: jax.device_put(array, may_alias=False))
     arrays = []
+    formats = {
+        name: form.format or _format_in_8_bits(tensors, file_names[name])
+        for name, form in forms.items()
+    }
+    is_published = weights in formats.values()
     for leaf in leaves:
         leaf_dtype = leaf.dtype_in(dtype)
+        axis = None if weights == "model" else inputs_axis(leaf.path)
+        names = [stored_name(name) for name in leaf.names]
+        is_stored = {formats.get(name) for name in names} == {weights}
+        row_lists = [packed_rows(config, name) for name in leaf.names]
+        if axis is not None and is_stored and not leaf.is_transposed:
+            stored = [read_quantized(name) for name in names]
+            kinds = {jax.tree.structure(x) for x in stored}
+            if len(kinds) == 1:
+                chosen = [
+                    x if rows is None else x.map_parts(operator.itemgetter(rows))
+                    for x, rows in zip(stored, row_lists, strict=True)
+                ]
+                joined = _join_quantized(leaf, chosen, axis)
+                arrays.append(put(leaf.path, replace(joined, dtype=leaf_dtype)))
+                continue
         parts = []
-        for name in leaf.names:
-            tensor = read(stored_name(name), leaf_dtype)
-            rows = packed_rows(config, name)
+        for name, rows in zip(names, row_lists, strict=True):
+            tensor = read(name, leaf_dtype)
             parts.append(tensor if rows is None else tensor[rows])
-        arrays.append(put(leaf.path, join_tensors(leaf, parts)))
+        array = join_tensors(leaf, parts)
+        if axis is not None and (is_stored or not is_published):
+            array = quantize_weight(array, weights, axis=axis, dtype=leaf_dtype)
+        arrays.append(put(leaf.path, array))
     return jax.tree.unflatten(
         jax.tree.structure(transformer.param_shapes(config)), arrays
     )
@@ -178,9 +303,13 @@ def read_tree(folder: Path, shapes: Params, dtype: np.dtype) -> Params:
       ValueError: as `load_params`.
     """
     tensors = _open_tensors(folder)
-    expected = {name: leaf.shape for name, leaf in _named(shapes).items()}
-    _check_tensors(folder, expected, tensors, {name: name for name in tensors})
-    arrays = [jnp.asarray(_read(tensors, name, dtype)) for name in expected]
+    expected = {
+        name: _Part(name, (leaf.shape,), STORED_TYPES)
+        for name, leaf in _named(shapes).items()
+    }
+    names = {name: name for name in tensors}
+    _check_tensors(folder, expected.values(), tensors, names)
+    arrays = [jax.device_put(_read(tensors, name, dtype)) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
 
@@ -220,100 +349,141 @@ def _named(tree: Params) -> dict[str, ArrayOrShape]:
     return {".".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
 
-def _read(
-    tensors: dict[str, tuple[Path, safetensors.safe_open]],
-    name: str,
-    dtype: np.dtype,
-    scales: str | None = None,
-) -> np.ndarray:
-    """Reads a tensor; raises an error unless all numbers are finite.
+def _join_quantized(
+    leaf: Leaf, parts: Sequence[QuantizedWeight], axis: int
+) -> QuantizedWeight:
+    """Joins the tensors of one parameter; `axis` is that of its inputs."""
 
-    With the name of `scales`, each block of the tensor is multiplied by its scale.
-    """
+    def join(*parts: np.ndarray) -> np.ndarray:
+        shape = [*leaf.shape]
+        shape[axis] = parts[0].shape[parts_axis]
+        return join_tensors(leaf._replace(shape=tuple(shape)), parts)
+
+    parts_axis = parts[0].axis
+    return replace(jax.tree.map(join, *parts), axis=axis)
+
+
+def _read(
+    tensors: dict[str, tuple[Path, safetensors.safe_open]], name: str, dtype: np.dtype
+) -> np.ndarray:
+    """Reads a tensor; raises an error unless all numbers are finite."""
     path, file = tensors[name]
     with reporting_errors(path, safetensors.SafetensorError):
-        if scales is None:
-            array = file.get_tensor(name)
-        else:
-            shape = tuple(file.get_slice(name).get_shape())
-            factors = _read(tensors, scales, np.dtype(np.float32))
-            for axis, size in enumerate(shape):
-                factors = np.repeat(factors, FP8_BLOCK, axis).take(range(size), axis)
-            array = _read_fp8(path, name).reshape(shape).astype(np.float32) * factors
-        array = _cast(array, dtype, name)
+        array = _cast(file.get_tensor(name), dtype, name)
         if not _is_finite(array):
             raise ValueError(f"{name} holds NaN or infinite values")
         return array
 
 
-def _read_packed(
+def _read_quantized(
     tensors: dict[str, tuple[Path, safetensors.safe_open]],
-    names: Sequence[str],
-    dtype: np.dtype,
-) -> np.ndarray:
-    """Reads weights in 4 bits from their blocks and scales."""
-    parts = [tensors[name][1].get_tensor(name) for name in names]
-    array = _cast(dequantize_mxfp4(*parts), dtype, names[0])
-    if not _is_finite(array):
-        raise ValueError(f"{tensors[names[0]][0]}: {names[1]} holds infinite scales")
-    return array
+    form: _StoredForm,
+    shape: tuple[int, ...],
+    file_names: Mapping[str, str],
+) -> QuantizedWeight:
+    """Reads a quantized weight with the shape of the full model's tensor."""
+    codes_name = file_names[form.codes.name]
+    scale_name = file_names[form.scale.name]
+    path, _ = tensors[codes_name]
+    codes = _read_bits(tensors, codes_name)
+    row_scale = None
+    weight_format = form.format or _format_in_8_bits(tensors, codes_name)
+    if form.format == "mxfp4":
+        scale = _read_bits(tensors, scale_name)
+        if (scale == 255).any():
+            raise ValueError(f"{path}: {scale_name} holds infinite scales")
+        codes = codes.reshape(*codes.shape[:-2], -1)
+    elif form.format == "nvfp4":
+        assert form.factor is not None
+        scale = _read_bits(tensors, scale_name)
+        factor = _read(tensors, file_names[form.factor.name], np.dtype(np.float32))
+        factor = 1 / factor if form.divides else factor
+        row_scale = np.full((*codes.shape[:-1], 1), factor, np.float32)
+    else:
+        scale = _read(tensors, scale_name, np.dtype(np.float32))
+        blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
+        by_block = form.scale.name.endswith("_inv") or scale.shape == blocks
+        if not by_block or scale.size == 1:
+            row_scale = np.broadcast_to(scale.reshape(-1, 1), (shape[0], 1))
+            row_scale = np.ascontiguousarray(row_scale)
+            scale = None
+        else:
+            # Blocks that divide the inputs, for each output.
+            size = math.gcd(FP8_BLOCK, shape[1])
+            scale = np.repeat(scale, FP8_BLOCK, 0)[: shape[0]]
+            scale = np.repeat(scale, FP8_BLOCK // size, 1)[:, : shape[1] // size]
+    floats = {"fp8": codes, "nvfp4": scale}.get(weight_format)
+    if floats is not None and ((floats & 127) == 127).any():
+        raise ValueError(f"{path}: {codes_name} holds NaN or infinite values")
+    result = QuantizedWeight(
+        codes=codes,
+        block_scale=scale,
+        row_scale=row_scale,
+        format=weight_format,
+        axis=-1,
+        dtype=np.dtype(np.float32),
+    )
+    # `_blocks` are `[experts, out, ...]` of a tensor `[experts, in, out]`.
+    return move_inputs(result, -2) if form.format == "mxfp4" else result
+
+
+def _format_in_8_bits(
+    tensors: dict[str, tuple[Path, safetensors.safe_open]], name: str
+) -> WeightFormat:
+    """Returns the format of a weight in 8 bits by its type."""
+    path, file = tensors[name]
+    with reporting_errors(path, safetensors.SafetensorError):
+        return "int8" if file.get_slice(name).get_dtype() == "I8" else "fp8"
 
 
 def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shapes of blocks and scales of a tensor `[experts, in, out]`.
 
     Raises:
-      ValueError: the inputs are not a multiple of `PACKED_BLOCK`.
+      ValueError: the inputs are not a multiple of 32.
     """
     num_experts, inputs, outputs = shape
-    if inputs % PACKED_BLOCK:
-        raise ValueError(f"{inputs=} of packed weights must be a multiple of 32")
-    scales = num_experts, outputs, inputs // PACKED_BLOCK
-    return (*scales, PACKED_BLOCK // 2), scales
+    size = BLOCK_SIZES["mxfp4"]
+    if inputs % size:
+        raise ValueError(f"{inputs=} of packed weights must be a multiple of {size}")
+    scales = num_experts, outputs, inputs // size
+    return (*scales, size // 2), scales
 
 
-def dequantize_mxfp4(
-    blocks: UInt8[np.ndarray, "experts outputs blocks half"],
-    scales: UInt8[np.ndarray, "experts outputs blocks"],
-) -> Float[np.ndarray, "experts inputs outputs"]:
-    """Returns the numbers of packed weights in float32.
+def _read_bits(
+    tensors: dict[str, tuple[Path, safetensors.safe_open]], name: str
+) -> np.ndarray:
+    """Reads the numbers of a tensor of 8 bits; floats as bits, in uint8.
 
-    A byte has two numbers, the first one in its lower half: a sign, two bits of an
-    exponent and one of a mantissa. A scale is a power of two with a bias of 127.
+    safetensors' NumPy lacks these floats. It has checked the header of the file.
     """
-    numbers = np.stack([_VALUES[blocks & 15], _VALUES[blocks >> 4]], axis=-1)
-    numbers = numbers.reshape(*scales.shape, PACKED_BLOCK)
-    powers = scales.astype(np.int32) - 127
-    rows = np.ldexp(numbers, powers[..., None]).reshape(*scales.shape[:2], -1)
-    return rows.swapaxes(1, 2)
-
-
-def _read_fp8(path: Path, name: str) -> np.ndarray:
-    """Reads the numbers of a tensor in 8 bits, a type that safetensors' NumPy lacks.
-
-    safetensors has checked the header of the file.
-    """
-    with path.open("rb") as file:
-        num_bytes = int.from_bytes(file.read(8), "little")
-        start, end = json.loads(file.read(num_bytes))[name]["data_offsets"]
-        file.seek(8 + num_bytes + start)
-        return np.fromfile(file, np.dtype(jnp.float8_e4m3fn), end - start)
+    path, file = tensors[name]
+    with reporting_errors(path, safetensors.SafetensorError):
+        shape = file.get_slice(name).get_shape()
+        if file.get_slice(name).get_dtype() != "F8_E4M3":
+            return file.get_tensor(name)
+    with path.open("rb") as raw:
+        num_bytes = int.from_bytes(raw.read(8), "little")
+        start, end = json.loads(raw.read(num_bytes))[name]["data_offsets"]
+        raw.seek(8 + num_bytes + start)
+        return np.fromfile(raw, np.uint8, end - start).reshape(shape)
 
 
 def _check_tensors(
     folder: Path,
-    expected: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, tuple[Path, safetensors.safe_open]],
+    parts: Iterable[_Part],
+    tensors: dict[str, tuple[Path, safetensors.safe_open]],
     tensor_names: Mapping[str, str],
 ) -> None:
     """Checks names, shapes and types before a tensor is read.
 
     Args:
       folder: the folder.
-      expected: shapes by the names of a full model.
+      parts: the expected tensors.
       tensors: result of `_open_tensors`.
       tensor_names: names in the folder, by the names of a full model.
     """
+    expected = {part.name: part for part in parts}
     for problem, names in (
         ("missing", expected.keys() - tensor_names.keys()),
         ("unexpected", tensor_names.keys() - expected.keys()),
@@ -321,22 +491,19 @@ def _check_tensors(
         if names:
             first = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
             raise ValueError(f"{folder}: {len(names)} tensors {problem}: {first}")
-    for full_name, shape in expected.items():
-        name = tensor_names[full_name]
+    for part in expected.values():
+        name = tensor_names[part.name]
         path, file = tensors[name]
         view = file.get_slice(name)
-        if tuple(view.get_shape()) != shape:
+        if tuple(view.get_shape()) not in part.shapes:
             raise ValueError(
                 f"{path}: {name} has shape {tuple(view.get_shape())}, "
-                f"config.json asks for {shape}"
+                f"config.json asks for {part.shapes[0]}"
             )
-        types = ("F8_E4M3",) if full_name + SCALE_SUFFIX in expected else STORED_TYPES
-        if full_name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX)):
-            types = ("U8",)
-        if view.get_dtype() not in types:
+        if view.get_dtype() not in part.types:
             raise ValueError(
                 f"{path}: {name} is of type {view.get_dtype()}, "
-                f"supported are {', '.join(types)}"
+                f"supported are {', '.join(part.types)}"
             )
 
 

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     )
     from jaxkv.models.layers.norms import Norm
     from jaxkv.models.layers.paged_states import run_recurrent_rows
+    from jaxkv.models.layers.quantized import (
+        BLOCK_SIZES,
+        QuantizedWeight,
+        WeightFormat,
+        inputs_axis,
+        move_inputs,
+        quantize_weight,
+    )
     from jaxkv.models.layers.recurrence import (
         CHUNK,
         RecurrentProjection,

@@ -34,6 +34,7 @@ class CostCase(NamedTuple):
       attention: pairs of query and key that are counted.
       flash: True for tiled attention.
       dropout: True if training uses dropout.
+      weights: format of the layers' weights in serving.
     """
 
     model: ModelShape
@@ -46,6 +47,7 @@ class CostCase(NamedTuple):
     attention: Attention
     flash: bool
     dropout: bool
+    weights: str = "model"
 
     @property
     def number_bytes(self) -> int:

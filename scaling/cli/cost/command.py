@@ -62,6 +62,8 @@ class CostOptions(ConfigRecord):
     dtype: Literal["bfloat16", "float32", "float8"] = "bfloat16"
     """Type of weights, keys and values. Training: 16 bits with a float32 master copy
     and Adam's moments, or float32 only."""
+    weights: Literal["model", "int8", "fp8", "mxfp4", "nvfp4"] = "model"
+    """Format of the weights of the layers' products in serving; model means --dtype."""
     checkpoint: Literal["none", "selective", "full", "boundary"] = "none"
     """Tensors kept in training: all; all but attention weights; layer inputs; layer
     inputs and one recomputed layer."""
@@ -155,6 +157,7 @@ def resolve_case(name: str, options: CostOptions) -> CostCase:
         attention=options.attention,
         flash=options.flash,
         dropout=options.dropout,
+        weights=options.weights,
     )
 
 

@@ -44,6 +44,17 @@ def completions(called: Command, *args: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+def test_small_weights_and_their_loss_on_a_text(jaxkv: Command) -> None:
+    flags = ("--weights", "int8", "--held-out", __file__, "--max-tokens", "4")
+    report = document(jaxkv, "stdlib-bytes", "--prompt", "import ", *flags)
+    cost = report["weights"]
+    assert cost["format"] == "int8"
+    assert abs(cost["loss"]) < 0.01
+    assert 0.2 < cost["quantized_bytes"] / cost["model_bytes"] < 0.3
+    assert len(report["completions"][0]["tokens"]) == 4
+
+
+@pytest.mark.slow
 def test_the_bundled_model_continues_greedily(jaxkv: Command) -> None:
     prompt = "import os\n\ndef "
     num = 12
@@ -235,6 +246,7 @@ def output(answers: list[dict]) -> str:
         ("stdlib-bytes --prompt x --drafts 3", "--drafts 3: needs --speculate METHOD"),
         ("stdlib-bytes --prompt x --drafts 0", "--drafts 0: must be at least 1"),
         ("stdlib-bytes --prompt x --draft-model y", "needs --speculate draft-model"),
+        ("stdlib-bytes --prompt x --held-out y", "y: needs --weights of 8 or 4 bits"),
         ("stdlib-bytes --prompt x --heads y", "y: needs --speculate medusa, or eagle"),
         ("stdlib-bytes --prompt x --chat", "no chat template"),
         ("stdlib-bytes --prompt x --lora EMPTY", "has no adapter_config.json"),

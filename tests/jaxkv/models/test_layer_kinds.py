@@ -243,5 +243,14 @@ def test_weights_in_four_bits_load_as_their_numbers(tmp_path: Path) -> None:
     file.write_text(json.dumps(raw))
     plain, loaded = (load_model(tmp_path / x).params for x in ("plain", "packed"))
     jax.tree.map(np.testing.assert_array_equal, loaded, plain)
+    small = load_model(tmp_path / "packed", weights="mxfp4").params["layers"]
+    for index, layer in plain["layers"].items():
+        for name in ("up", "down"):
+            weight = small[index]["mixture"][name]["weight"]
+            wanted = layer["mixture"][name]["weight"]
+            np.testing.assert_array_equal(weight.dequantize(), wanted)
+        np.testing.assert_array_equal(
+            small[index]["qkv"]["weight"], layer["qkv"]["weight"]
+        )
     with pytest.raises(ValueError, match="inputs=20 of packed weights must be a mul"):
         weights.packed_shapes((2, 20, 4))

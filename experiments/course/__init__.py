@@ -1,0 +1,1 @@
+"""A course: live commands by lecture topic, and assignments with graders."""

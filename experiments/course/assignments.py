@@ -1,0 +1,160 @@
+"""Assignments: hand-outs, autograders and grades, made from one source.
+
+The folder of an assignment has a statement, `checks.py`, and `reference.py`. In the
+reference, the lines between `# SOLUTION` and `# END` are the solution; the skeleton is
+the file without them.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.course import grading
+from jaxkv import files
+
+HOME = Path(__file__).parent
+
+
+class Assignment(NamedTuple):
+    """An assignment.
+
+    Attributes:
+      title: title of its statement.
+      hours: estimated time of an average student.
+      packages: packages that the solution and the grader need.
+      limit_s: time limit of one call of the solution in s.
+    """
+
+    title: str
+    hours: str
+    packages: tuple[str, ...] = ("numpy",)
+    limit_s: float = 20.0
+
+
+ASSIGNMENTS = {
+    "page_allocator": Assignment("A page allocator with copy-on-write", "2 to 3"),
+    "batching_policy": Assignment(
+        "A policy of continuous batching", "3 to 4", ("jaxkv",), 180.0
+    ),
+    "speculative_verifier": Assignment("A verifier for speculative decoding", "2 to 3"),
+    "online_softmax": Assignment("Online softmax: attention in one pass", "2 to 3"),
+    "model_counter": Assignment("Counting parameters, FLOPs and memory", "2 to 3"),
+    "budgeted_design": Assignment(
+        "From a sweep to a budgeted design", "3 to 4", ("numpy", "scipy")
+    ),
+}
+
+_SOLUTION = re.compile(r"^( *)# SOLUTION\n.*?^ *# END\n", re.DOTALL | re.MULTILINE)
+
+_SETUP = """#!/usr/bin/env bash
+set -e
+apt-get update
+apt-get install -y python3 python3-venv
+python3 -m venv /autograder/env
+/autograder/env/bin/pip install {packages}
+"""
+# The solution runs as another user, who cannot read the tests.
+_RUN = """#!/usr/bin/env bash
+chmod -R go-rwx /autograder/source
+/autograder/env/bin/python /autograder/source/grading.py /autograder/submission \\
+  --results /autograder/results/results.json --user nobody
+"""
+
+
+def make_skeleton(name: str) -> str:
+    """Returns the reference solution of an assignment without the solution."""
+    text = (HOME / name / "reference.py").read_text(encoding="utf-8")
+    return _SOLUTION.sub(r"\1raise NotImplementedError\n", text)
+
+
+def make_tests(
+    name: str, seed: int, *, is_hidden: bool
+) -> Iterator[grading.GradedTest]:
+    """Yields the public or the hidden tests of an assignment."""
+    import numpy as np
+
+    from experiments.course.cases import CASES
+
+    visibility = "after_due_date" if is_hidden else "visible"
+    rng = np.random.default_rng([seed, is_hidden])
+    for title, points, check, arguments in CASES[name](rng, is_hidden):
+        yield grading.GradedTest(title, points, check, arguments, visibility)
+
+
+def grade_assignment(name: str, solution: Path, seed: int = 0) -> dict[str, Any]:
+    """Grades a solution by the public and hidden tests; see `grading.grade`."""
+    tests = [x for h in (False, True) for x in make_tests(name, seed, is_hidden=h)]
+    checks = HOME / name / "checks.py"
+    return grading.grade(solution, checks, tests, ASSIGNMENTS[name].limit_s)
+
+
+def write_handout(name: str, out: Path) -> None:
+    """Writes what students get: statement, skeleton, public tests and their grader."""
+    with _open_folder(out) as folder:
+        shutil.copyfile(HOME / name / "statement.md", folder / "statement.md")
+        (folder / "skeleton.py").write_text(make_skeleton(name), encoding="utf-8")
+        _write_grader(name, folder)
+        _write_tests(name, folder, 0, is_hidden=False)
+
+
+def write_autograder(
+    name: str, out: Path, *, seed: int = 0, wheel: Path | None = None
+) -> None:
+    """Writes an autograder for Gradescope.
+
+    Args:
+      name: the assignment.
+      out: new folder, or file of the type zip.
+      seed: seed of the hidden tests.
+      wheel: wheel of this project to install where it is needed; None installs it by
+        name.
+    """
+    with _open_folder(out) as folder:
+        _write_grader(name, folder)
+        _write_tests(name, folder, 0, is_hidden=False)
+        _write_tests(name, folder, seed, is_hidden=True)
+        packages = list(ASSIGNMENTS[name].packages)
+        if wheel is not None and "jaxkv" in packages:
+            shutil.copyfile(wheel, folder / wheel.name)
+            packages.remove("jaxkv")
+            packages.append(f"/autograder/source/{wheel.name}")
+        for script, text in (
+            ("setup.sh", _SETUP.format(packages=" ".join(packages))),
+            ("run_autograder", _RUN),
+        ):
+            (folder / script).write_text(text, encoding="utf-8")
+            (folder / script).chmod(0o755)
+
+
+@contextlib.contextmanager
+def _open_folder(out: Path) -> Generator[Path]:
+    """Yields a folder to fill: a new one at `out`, or one that becomes a zip file."""
+    if out.exists():
+        raise ValueError(f"out={out} exists; choose a new folder or zip file")
+    if out.suffix != ".zip":
+        with files.replace_folder(out) as folder:
+            yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        (folder := Path(scratch, "folder")).mkdir()
+        yield folder
+        archive = shutil.make_archive(str(Path(scratch, "archive")), "zip", folder)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomically(out, Path(archive).read_bytes())
+
+
+def _write_grader(name: str, folder: Path) -> None:
+    shutil.copyfile(HOME / "grading.py", folder / "grading.py")
+    shutil.copyfile(HOME / name / "checks.py", folder / "checks.py")
+
+
+def _write_tests(name: str, folder: Path, seed: int, *, is_hidden: bool) -> None:
+    tests = [x._asdict() for x in make_tests(name, seed, is_hidden=is_hidden)]
+    document = {"limit_s": ASSIGNMENTS[name].limit_s, "tests": tests}
+    file = folder / f"{'hidden' if is_hidden else 'public'}_tests.json"
+    file.write_text(json.dumps(document, indent=1), encoding="utf-8")

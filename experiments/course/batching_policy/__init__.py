@@ -1,0 +1,3 @@
+"""Assignment: a policy of continuous batching, served in the simulator."""
+
+__all__ = ["checks"]

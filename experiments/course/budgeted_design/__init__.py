@@ -1,0 +1,1 @@
+"""Assignment: from a sweep of small runs to the design for a large budget."""

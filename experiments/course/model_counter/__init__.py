@@ -1,0 +1,1 @@
+"""Assignment: parameters, FLOPs and memory of a transformer from its shape."""

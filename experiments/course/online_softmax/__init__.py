@@ -1,0 +1,1 @@
+"""Assignment: attention over blocks of keys with an online softmax."""

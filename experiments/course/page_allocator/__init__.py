@@ -1,0 +1,1 @@
+"""Assignment: a page allocator with copy-on-write."""

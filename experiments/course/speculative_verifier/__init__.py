@@ -1,0 +1,1 @@
+"""Assignment: a verifier of draft tokens that preserves the distribution."""

@@ -1,0 +1,1 @@
+"""Memory against quality under KV eviction."""
