@@ -32,6 +32,7 @@ from jaxkv.models import WeightFormat, checkpoints, quantize_params, transformer
 from jaxkv.models.config import Experts, LatentConfig, ModelConfig
 from jaxkv.models.huggingface import configs, families
 from jaxkv.parallel import make_mesh, tensor
+from jaxkv.sampling import Grammar
 from jaxkv.serving import loading
 from jaxkv.speculation import head_folders
 from jaxkv.text.tokenizer import ByteTokenizer
@@ -90,6 +91,7 @@ MODELS = {
         family="deepseek_v3",
     ),
 }
+GRAMMAR = Grammar.from_regex("[a-z]+", ByteTokenizer(257))
 BOUNDS: dict[str, Any] = {"num_pages": 16, "max_slots": 4, "max_length": 64}
 
 
@@ -322,6 +324,7 @@ FEATURES = [
         "prompt log-probabilities", {"max_logit_rows": 8}, {"prompt_logprobs": True}
     ),
     Option("`logits_fn`", {"logits_fn": unchanged}),
+    Option("grammar", {"max_grammars": 1}, {"grammar": GRAMMAR}),
     Option("`evict=snapkv`", {"evict": "snapkv", "evict_budget": 48}),
     Option("`scan_layers`", {"scan_layers": True}),
     Option("`dtype=bfloat16`", {"dtype": "bfloat16"}),
@@ -336,6 +339,7 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("`beam_width=2`", {"beam_width": 2}, {"max_beams": 2}),
     ("`logprobs=2`", {"logprobs": 2}, {"max_logprobs": 2}),
     ("`prompt_logprobs=True`", {"prompt_logprobs": True}, {"max_logit_rows": 8}),
+    ("`grammar=...`", {"grammar": GRAMMAR}, {"max_grammars": 1}),
     ("5 stop tokens", {"stop_tokens": (1, 2, 3, 4, 5)}, {"max_stop_tokens": 6}),
 ]
 """Requests, their sampling parameters, and bounds of `Engine.load` that they need."""

@@ -204,6 +204,8 @@ def score(
     """
     if sampling is not None:
         validation.instance("sampling", sampling, Sampling)
+        if sampling.grammar is not None:
+            raise ValueError(f"{sampling.grammar=} must be None: score has no grammars")
         if sampling.adapter is not None:
             raise ValueError(f"{sampling.adapter=} must be None; see adapter=")
         for name in ("repetition", "presence", "frequency"):

@@ -89,6 +89,7 @@ ALLOWED_IMPORTERS = {
     "fastapi": ("jaxkv/server/app.py",),
     "starlette": ("jaxkv/server/app.py",),
     "uvicorn": ("jaxkv/server/http_server.py",),
+    "outlines_core": ("jaxkv/sampling/*.py",),
     "cmaes": ("experiments/decisions/policy_search/optimizer.py",),
     "ray": ("scaling/sweeps/executors.py", "jaxkv/disaggregation/cluster.py"),
     "jax.experimental.pallas": (

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+from jaxkv import files
 from jaxkv.cli import parsing
 from jaxkv.cli.arguments import parse_model_options
 from jaxkv.cli.console import STATUS, AnswerWriter, handle_signals, raise_stopped
@@ -21,7 +22,7 @@ from jaxkv.files import find_heads_folder, model_folder
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxkv.sampling import Sampling
+    from jaxkv.sampling import Grammar, Sampling
     from jaxkv.serving import Engine
 
 STEPS_PER_CALL = 4
@@ -125,6 +126,10 @@ class GenerateOptions:
     early_stopping: Literal["false", "true", "never"] = "false"
     """End of a beam search: true stops at beam_width answers; false continues while
     better answers are likely, never while they are possible."""
+    json_schema: Annotated[Path | None, parsing.describe_default("none")] = None
+    """File with a JSON schema that answers match; needs the extra `grammar`."""
+    regex: Annotated[str | None, parsing.describe_default("none")] = None
+    """Regular expression that whole answers match; needs the extra `grammar`."""
     held_out: Annotated[Path | None, parsing.describe_default("none")] = None
     """Text file for the log-likelihood that --weights lose."""
     chat: bool = False
@@ -171,7 +176,8 @@ def generate(model: str, options: GenerateOptions) -> CommandOutput:
     under_way = {*range(len(asks))}
     keeps = None
     cost = _measure_weights(model, options)
-    engine, prompts = _engine(model, options)
+    engine, prompts, grammar = _engine(model, options)
+    asks = [dataclasses.replace(ask, grammar=grammar) for ask in asks]
     for i, pair in enumerate(zip(prompts, asks, strict=True)):
         engine.submit(*pair, request_id=i)
     headings = tuple(text for text in options.prompt for _ in range(num_kept))
@@ -290,6 +296,11 @@ def _asks(options: GenerateOptions) -> "list[Sampling]":
             why = "not used by beam search" if is_search else "needs --beam-width"
             raise ValueError(f"{flag} {value}: {why}")
     check_drafting(options.loading)
+    flags = [x for x in ("json_schema", "regex") if getattr(options, x) is not None]
+    if flags and is_search:
+        raise ValueError(f"--{flags[0].replace('_', '-')}: not used by beam search")
+    if len(flags) > 1:
+        raise ValueError("--regex: is not supported with --json-schema")
     names = [*adapter_folders(options.loading)]
     adapter = options.adapter
     if adapter is None and names:
@@ -362,12 +373,36 @@ def check_drafting(options: ModelOptions) -> None:
         raise ValueError(f"{flag}: needs --speculate {needed}")
 
 
-def _engine(model: str, options: GenerateOptions) -> "tuple[Engine, list[list[int]]]":
+def _read_grammar(options: GenerateOptions, tokenizer: Any) -> "Grammar | None":
+    """Makes the grammar of --json-schema or --regex; None without them.
+
+    Raises:
+      ValueError: the extra is not installed, the file cannot be read, or the schema or
+        expression is not supported.
+    """
+    from jaxkv.sampling import Grammar
+
+    if options.regex is not None:
+        return Grammar.from_regex(options.regex, tokenizer)
+    if options.json_schema is None:
+        return None
+    schema = files.read_json(options.json_schema)
+    return Grammar.from_json_schema(schema, tokenizer)
+
+
+def _engine(
+    model: str, options: GenerateOptions
+) -> "tuple[Engine, list[list[int]], Grammar | None]":
     """Loads the model, encodes the prompts, and makes an engine that holds them."""
     read = read_model(model, options.loading)
     loaded = read.loaded
     page_size = read.page_size
     tokenizer = loaded.tokenizer
+    grammar = _read_grammar(options, tokenizer)
+    grammar_bounds = {}
+    if grammar is not None:
+        num_cells = _power_of_two(grammar.table.size)
+        grammar_bounds = {"max_grammars": 1, "max_grammar_cells": num_cells}
     if options.chat:
         from jaxkv.text import convert_openai_messages
 
@@ -395,8 +430,9 @@ def _engine(model: str, options: GenerateOptions) -> "tuple[Engine, list[list[in
         max_beams=_power_of_two(num_beams) if num_beams else 0,
         steps_per_call=STEPS_PER_CALL,
         record_pages=options.trace is not None,
+        **grammar_bounds,
     )
-    return engine, prompts
+    return engine, prompts, grammar
 
 
 class ReadModel(NamedTuple):

@@ -78,6 +78,9 @@ class ServeOptions:
     and the log-probabilities of prompts."""
     max_beams: int = 0
     """Widest beam search; 0 disables beam search."""
+    max_grammars: int = 0
+    """Largest number of different grammars of running requests, for response_format;
+    0 refuses them. Needs the extra `grammar`."""
     max_stop_tokens: int = 16
     """Token ids that can end an answer, including those of the model."""
     policy: Annotated[str, parsing.describe_default("fcfs")] = ""
@@ -197,6 +200,11 @@ def serve_model(
     generate.check_drafting(options.loading)
     check_incident_options(options, is_disaggregated)
     if is_disaggregated:
+        if options.max_grammars:
+            raise ValueError(
+                f"--max-grammars {options.max_grammars}: is not supported with "
+                "--decode and --prefill"
+            )
         if options.loading.lora:
             raise ValueError("--lora: is not supported with --decode and --prefill")
         if options.policy:
@@ -257,6 +265,8 @@ def check_incident_options(options: ServeOptions, is_disaggregated: bool) -> Non
     for name in ("parallel", "lora"):
         if getattr(options.loading, name):
             raise ValueError(f"{flag}: is not supported with --{name}")
+    if options.max_grammars:
+        raise ValueError(f"{flag}: is not supported with --max-grammars")
     if not options.keep_prompts and (options.loading.speculate or options.max_beams):
         raise ValueError(
             f"{flag}: needs --keep-prompts with --speculate or --max-beams, since the "
@@ -520,6 +530,7 @@ def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, ob
         head = _SORTING_HEAD if sorts else 0
     names = ("token_budget", "steps_per_call", "max_logprobs", "max_beams")
     names += ("max_stop_tokens", "prefix_cache", "release_window_pages", "seed")
+    names += ("max_grammars",)
     return {name: getattr(options, name) for name in names} | {
         "max_length": max_length,
         "max_slots": slots,

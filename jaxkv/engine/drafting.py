@@ -59,6 +59,9 @@ class Drafts(NamedTuple):
     """Place of the parent of each draft, which has a lower index; None in a chain."""
     tree: Tree | None = None
     """The token trees, computed by `propose` from `parents`."""
+    grammar_state: Int32[Array, "slots places"] | None = None
+    """State of the grammar at each place, the root included; None if the engine has no
+    grammars."""
 
 
 class VerifyOutput(NamedTuple):

@@ -14,6 +14,7 @@ from jaxkv.engine.emitting import LogitsFn
 from jaxkv.engine.state import EngineConfig
 from jaxkv.memory import Eviction, Pages
 from jaxkv.models import Forward
+from jaxkv.sampling import GrammarTables
 from jaxkv.scheduling import Policy, fcfs
 
 
@@ -61,3 +62,5 @@ class EngineRules:
     speculation: Speculation | None = None
     """Drafter and verifier, see `jaxkv.speculation`, with a draft length of at most
     `EngineConfig.max_drafts`. None decodes without drafts."""
+    grammars: GrammarTables | None = None
+    """Grammars of the running requests, which an `Engine` loads; None without them."""

@@ -74,6 +74,9 @@ class Requests(NamedTuple):
     """Earliest time of admission: seconds and microseconds."""
     attributes: RequestAttributes
     """Attributes of the requests, for the policy."""
+    grammar_state: Int32[Array, " requests"] | None = None
+    """Initial state of the grammar, as in `Sequences`; None if the engine has no
+    grammars."""
     adapter: Int32[Array, " requests"] | None = None
     """Adapters, from 1 on, 0 for none; None in an engine without adapters. Requests
     with other adapters must have other salts."""

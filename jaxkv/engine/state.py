@@ -71,6 +71,8 @@ class EngineFields(TypedDict, total=False):
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
     record_routes: bool
     record_pages: bool
+    max_grammars: int
+    max_grammar_cells: int
     state_interval: int
     num_checkpoints: int
     release_window_pages: bool
@@ -161,6 +163,11 @@ class EngineConfig:
     record_routes: bool = False
     """True if answers report the experts of each token, for a mixture of experts. False
     compiles the step without them."""
+    max_grammars: int = 0
+    """Largest number of different grammars of running requests; 0 compiles the step
+    without grammars."""
+    max_grammar_cells: int = 2**20
+    """Largest table of a grammar, in cells of 4 bytes: states times token classes."""
     num_adapters: int = 0
     """LoRA adapters that a request may choose from, at most 255, stacked in the
     parameters; 0 compiles the step without adapters. `Engine.load` sets it."""
@@ -185,6 +192,7 @@ class EngineConfig:
             "max_beams",
             "max_swap_pages",
             "max_drafts",
+            "max_grammars",
             "num_checkpoints",
             "evict_budget",
         )
@@ -223,6 +231,11 @@ class EngineConfig:
                 "a token place"
             )
 
+        if self.max_grammars * self.max_grammar_cells >= validation.INT32:
+            raise ValueError(
+                f"max_grammars={self.max_grammars} times "
+                f"max_grammar_cells={self.max_grammar_cells} must be below 2**31"
+            )
         if self.record_routes and self.max_beams:
             raise ValueError(
                 f"max_beams={self.max_beams} must be 0 with record_routes=True"
@@ -417,6 +430,9 @@ class Sequences(NamedTuple):
     """Prompt tokens found in the prefix cache."""
     num_swapped: Int32[Array, " sequences"]
     """Preemptions by swapping so far."""
+    grammar_state: Int32[Array, " sequences"] | None = None
+    """State of the answer's grammar after its last token, as in `GrammarTables`; -1
+    without a grammar. None if the engine has no grammars."""
     adapter: Int32[Array, " sequences"] | None = None
     """Adapter of the request, from 1 on, or 0; None in an engine without adapters."""
 
@@ -639,5 +655,6 @@ def no_sequences(num: int, config: EngineConfig) -> Sequences:
         attributes=RequestAttributes(*(zeros() for _ in RequestAttributes._fields)),
         num_cached=zeros(),
         num_swapped=zeros(),
+        grammar_state=zeros() - 1 if config.max_grammars else None,
         adapter=zeros() if config.num_adapters else None,
     )

@@ -48,6 +48,7 @@ from jaxkv.memory import (
 )
 from jaxkv.memory import violations as count_violations
 from jaxkv.models import Forward
+from jaxkv.sampling import GrammarTables
 from jaxkv.scheduling import Policy
 
 
@@ -148,6 +149,7 @@ def step(
     logits_fn: LogitsFn | None = None,
     speculation: Speculation | None = None,
     kinds: RequestKinds = ALL_KINDS,
+    grammars: GrammarTables | None = None,
 ) -> tuple[EngineState, StepInfo]:
     """Runs one step.
 
@@ -162,6 +164,7 @@ def step(
       logits_fn: changes logits before sampling, static.
       speculation: drafter and verifier, static; None decodes without speculation.
       kinds: kinds of the requests in the state, static; others get wrong answers.
+      grammars: grammars of the requests, with `EngineConfig.max_grammars`.
 
     Returns:
       The new state, and the information about the step.
@@ -187,6 +190,7 @@ def step(
         state, drafts = drafting.propose(
             params, state, applied.granted, drafter, config
         )
+        drafts = emitting.follow_drafts(state, drafts, grammars)
     # Drafts are fed after the rows of their slot; `num_rows` excludes them.
     forks = groups.find_forks(state, num_rows, kinds)
     state, state_plan = paging.plan_states(
@@ -208,10 +212,12 @@ def step(
             state, num_rows, forks, config, kinds, state_plan
         )
     has_logits = (num_rows > 0) | (forks >= 0)
+    logits_fn = emitting.constrain_logits(logits_fn, grammars)
     with jax.named_scope("emit"):
         state, emitted = emitting.emit(
             state, has_logits, result, logits_fn, config, speculation, drafts, kinds
         )
+    state = emitting.advance_grammars(state, emitted, grammars)
     if drafter is not None:
         state = _accept(state, emitted, applied, drafts, drafter, state_plan, config)
     state = paging.trim_windows(state, config)
@@ -391,6 +397,7 @@ def run_steps(
     may_draft: bool = True,
     num_steps: int | None = None,
     kinds: RequestKinds = ALL_KINDS,
+    grammars: GrammarTables | None = None,
 ) -> tuple[EngineState, StepInfo]:
     """Runs several steps as one program; arguments are those of `step`.
 
@@ -422,6 +429,7 @@ def run_steps(
             logits_fn=logits_fn,
             speculation=speculation,
             kinds=kinds,
+            grammars=grammars,
         )
         with jax.named_scope("info"):
             return state, arrays.pack_leaves(info)

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
         make_beams,
     )
     from jaxkv.sampling.fixed_point import normalise, row_sums
+    from jaxkv.sampling.grammars import (
+        Grammar,
+        GrammarTables,
+        load_grammar,
+        make_grammar_tables,
+        mask_forbidden,
+        next_grammar_state,
+    )
+    from jaxkv.sampling.json_schemas import json_object_schema
     from jaxkv.sampling.params import Params, Sampling, greedy_params, make_params
     from jaxkv.sampling.random_keys import (
         ACCEPT,

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32, UInt32
 
 from jaxkv import validation
+from jaxkv.sampling.grammars import Grammar
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -75,6 +76,9 @@ class Sampling:
     """True if log-probabilities of the prompt's tokens are reported too, with the
     alternatives of `logprobs`."""
 
+    grammar: Grammar | None = None
+    """Grammar that answers must match; None leaves them free. An answer that reaches
+    `max_tokens` is cut off. Stop strings and `stop_tokens` may end an answer early."""
     prefix_cache: bool = True
     """True if the request may use cached pages of its first tokens, and cache its own;
     the result is the same either way."""
@@ -110,10 +114,12 @@ class Sampling:
             or self.repetition_penalty != 1
             or self.prompt_logprobs
             or self.stop
+            or self.grammar is not None
         )
         if self.beam_width is not None and asks_more:
             raise ValueError(
-                "beam search takes no best_of, penalties, logprobs or stop strings"
+                "beam search takes no best_of, penalties, logprobs, stop strings or "
+                "grammar"
             )
 
     @property
@@ -133,6 +139,11 @@ def _count(low: int = 0, hint: str = "", below: int = validation.INT32) -> _Chec
     return lambda name, value: validation.integer(
         name, value, low=low, below=below, hint=hint
     )
+
+
+def _grammar(name: str, value: object) -> object:
+    validation.instance(name, value, Grammar, type(None))
+    return value
 
 
 def _number(low: float, high: float, hint: str) -> _Check:
@@ -195,6 +206,7 @@ _CHECKS: dict[str, _Check] = {
     "ignore_eos": validation.boolean,
     "logprobs": _or_none(_count(hint="None or at least 0")),
     "prompt_logprobs": validation.boolean,
+    "grammar": _grammar,
     "prefix_cache": validation.boolean,
     "salt": _count(below=2**32),
     "adapter": _or_none(_name),

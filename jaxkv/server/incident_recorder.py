@@ -111,6 +111,8 @@ class IncidentRecorder:
             into memory.
         """
         config = engine.config
+        if config.max_grammars:
+            raise ValueError(f"{config.max_grammars=} must be 0: incidents have none")
         if objectives == IncidentObjectives():
             raise ValueError("objectives must have ttft_s or tpot_s")
         for name, value in objectives._asdict().items():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxkv import validation
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Grammar, Sampling, json_object_schema
 from jaxkv.scheduling import REQUEST_FIELDS, RequestAttributes, StallError, from_fields
 from jaxkv.server.backend import Backend, OverloadedError
 from jaxkv.server.tool_calls import (
@@ -138,7 +138,7 @@ def parse_completion(
     echo = _get_checked(body_fields, "echo", validation.boolean, False)
     num_tops = _get_checked(body_fields, "logprobs", validation.integer)
     max_tokens = _get_checked(body_fields, "max_tokens", validation.integer)
-    fields, request_fields = _parse_common(body_fields, headers, deadline_s)
+    fields, request_fields = _parse_common(body_fields, headers, deadline_s, backend)
     if (model := body_fields.get("model")) in backend.adapters:
         fields["adapter"] = model
     fields["logprobs"] = num_tops
@@ -216,7 +216,7 @@ def parse_chat(
             f"max_tokens={limits[0]} must be max_completion_tokens={limits[1]}, "
             "or one of them absent",
         )
-    fields, request_fields = _parse_common(body_fields, headers, deadline_s)
+    fields, request_fields = _parse_common(body_fields, headers, deadline_s, backend)
     if (model := body_fields.get("model")) in backend.adapters:
         fields["adapter"] = model
     num_tops = (num_tops or 0) if wants else None
@@ -247,7 +247,6 @@ _NO_EFFECT = (
 _ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
     "suffix": (),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "tool_choice": ("auto", "none"),
@@ -285,7 +284,7 @@ _ATTRIBUTE_FIELDS = REQUEST_FIELDS
 """Fields of `RequestAttributes`; `priority` is also vLLM's."""
 _COMMON_FIELDS = (
     *("model", "stream", "stream_options", "stop", "stop_tokens", "deadline_s"),
-    *("logprobs", "max_tokens"),
+    *("logprobs", "max_tokens", "response_format", "regex"),
 )
 _ROUTE_FIELDS = {
     "completion": ("prompt", "echo"),
@@ -364,7 +363,10 @@ def _get_required(body_fields: dict[str, object], name: str) -> Any:
 
 
 def _parse_common(
-    body_fields: dict[str, object], headers: Mapping[str, str], deadline_s: float
+    body_fields: dict[str, object],
+    headers: Mapping[str, str],
+    deadline_s: float,
+    backend: Backend,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the fields that both kinds of requests have.
 
@@ -394,6 +396,7 @@ def _parse_common(
                 name, f"{name}={validation.format_value(value)} must be a list"
             )
         fields[name] = tuple(value)
+    fields["grammar"] = _parse_grammar(body_fields, backend.tokenizer)
     is_streamed = _get_checked(body_fields, "stream", validation.boolean, False)
     options = body_fields.get("stream_options", {})
     if options and not is_streamed:
@@ -432,6 +435,38 @@ def _parse_common(
             }
         ),
     }
+
+
+def _parse_grammar(body_fields: dict[str, Any], tokenizer: Any) -> Grammar | None:
+    """Returns the grammar of `response_format` or `regex`; None without them."""
+    how = body_fields.get("response_format", {"type": "text"})
+    pattern = body_fields.get("regex")
+    if how == {"type": "text"} and pattern is None:
+        return None
+    name = "response_format" if pattern is None else "regex"
+    if pattern is not None and "response_format" in body_fields:
+        raise _refusal(name, "regex is not supported with response_format")
+    if body_fields.get("tools") and body_fields.get("tool_choice") != "none":
+        raise _refusal(name, f"{name} is not supported with tools")
+    try:
+        if pattern is not None:
+            return Grammar.from_regex(pattern, tokenizer)
+        match how:
+            case {"type": "json_object", **rest} if not rest:
+                schema = json_object_schema()
+            case {"type": "json_schema", "json_schema": {"schema": schema, **rest}} if (
+                rest.keys() <= {"name", "description", "strict"} and len(how) == 2
+            ):
+                pass
+            case _:
+                shown = validation.format_value(how)
+                raise ValueError(
+                    f"response_format={shown} must be of type text, json_object, or "
+                    "json_schema with json_schema.schema"
+                )
+        return Grammar.from_json_schema(schema, tokenizer)
+    except ValueError as error:
+        raise _refusal(name, validation.one_line(error)) from None
 
 
 _STREAM_OPTIONS = {"include_usage", "include_obfuscation"}

@@ -230,6 +230,7 @@ class EngineCore(StepLoop):
             other._programs = self._programs.copy()
             other.on_dispatch = None
             other._host = self._host.copy()
+            other._grammars = [*self._grammars]
         if policy is not None:
             other.policy = policy
         return other

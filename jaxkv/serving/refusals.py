@@ -91,6 +91,8 @@ def check_parts(parts: EngineParts, rules: EngineRules) -> EngineParts:
     eos_ids = validation.token_ids("eos_ids", ids, vocab_size=size).tolist()
     if len(eos_ids) > config.max_stop_tokens:
         raise ValueError(f"{len(eos_ids)=} must be at most {config.max_stop_tokens=}")
+    if config.max_grammars and size is None:
+        raise ValueError(f"{config.max_grammars=} needs vocab_size")
     return dataclasses.replace(parts, eos_ids=tuple(eos_ids), vocab_size=size)
 
 
@@ -185,6 +187,7 @@ def check_request(
     ids = _check_prompt(tokens, ask, config)
     limit = max(min(ids.size + ask.max_tokens, config.max_length), ids.size + 1)
     _check_answers(ask, ids.size, limit, config, has_logits_fn)
+    _check_grammar(ask, config, num_eos, vocab_size)
     _check_tokens(ask, ids, config, num_eos, vocab_size, has_text)
     return ids.tolist()
 
@@ -249,6 +252,29 @@ def _check_answers(
     if pages > config.num_pages:
         raise ValueError(
             f"the request may need {pages} pages, more than {config.num_pages=}"
+        )
+
+
+def _check_grammar(
+    ask: Sampling, config: EngineConfig, num_eos: int, vocab_size: int | None
+) -> None:
+    """Checks that a request's grammar fits the engine."""
+    if (grammar := ask.grammar) is None:
+        return
+    if not config.max_grammars:
+        raise ValueError(f"{grammar=} needs max_grammars above 0")
+    if not num_eos:
+        raise ValueError(
+            f"{grammar=} needs an end token of the model, and ignore_eos=False"
+        )
+    if grammar.table.size > config.max_grammar_cells:
+        raise ValueError(
+            f"{grammar=} has {grammar.table.size} cells, and must have at most "
+            f"{config.max_grammar_cells=}"
+        )
+    if vocab_size is not None and grammar.classes.size > vocab_size:
+        raise ValueError(
+            f"{grammar=} is of {grammar.classes.size} tokens, more than {vocab_size=}"
         )
 
 

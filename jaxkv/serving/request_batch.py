@@ -131,6 +131,7 @@ def make_requests(
         early_stopping=column([_STOP_RULES[ask.early_stopping] for ask in asks]),
         arrival=column(clock.from_seconds(np.array(arrivals_s, np.float64))),
         attributes=jax.tree.map(column, attribute_columns(checked_attributes)),
+        grammar_state=column([-1] * num, blank=-1) if config.max_grammars else None,
         adapter=column(numbers) if config.num_adapters else None,
     )
 

@@ -19,7 +19,7 @@ from jaxkv.engine import (
     RequestKinds,
     StepInfo,
 )
-from jaxkv.sampling import Sampling
+from jaxkv.sampling import Grammar, Sampling
 from jaxkv.serving import outputs
 from jaxkv.serving.outputs import Event
 from jaxkv.serving.requests import RequestRecord
@@ -134,6 +134,15 @@ class RequestTracker:
                 break
             batch.append(record)
         return batch
+
+    def submitted_grammars(self) -> set[Grammar | None]:
+        """Returns the grammars of requests on the device."""
+        waiting = {record.request_id for record in self._pending}
+        return {
+            record.sampling.grammar
+            for record in self.records.values()
+            if record.request_id not in waiting
+        }
 
     def mark_submitted(self, batch: list[RequestRecord]) -> None:
         """Counts the requests of `next_batch` as submitted."""

@@ -33,6 +33,7 @@ from jaxkv.memory import (
     raise_if_violated,
     to_host,
 )
+from jaxkv.sampling import Grammar, load_grammar, make_grammar_tables
 from jaxkv.scheduling import MAX_STALLED_STEPS, Policy, StepCounter
 from jaxkv.serving import (
     compiling,
@@ -118,6 +119,13 @@ class StepLoop:
         self._programs = compiling.EnginePrograms(programs, config, static)
         self._mesh = parts.mesh
         self._host = host_swap.HostSpace(host_pages, programs.move)
+        self._grammars: list[Grammar | None] = [None] * config.max_grammars
+        if config.max_grammars:
+            assert parts.vocab_size is not None  # see `refusals.check_parts`
+            tables = make_grammar_tables(
+                config.max_grammars, parts.vocab_size, config.max_grammar_cells
+            )
+            self.rules = dataclasses.replace(rules, grammars=tables)
         self.tracker = RequestTracker(config)
         self.unread: collections.deque[DispatchedCall] = collections.deque()
         """Dispatched calls that were not read yet; at most two."""
@@ -299,6 +307,7 @@ class StepLoop:
         with interrupts.defer_signals():
             now_s = self.now()
             batch = tracker.next_batch(now_s) if self._may_submit else []
+            batch = self._load_grammars(batch)
             requests = self._pack_requests(batch) if batch else None
             with self._lost_on_error():
                 if requests is not None:
@@ -336,9 +345,34 @@ class StepLoop:
         if self.on_dispatch is not None:
             self.on_dispatch(call)
 
+    def _load_grammars(self, batch: list[RequestRecord]) -> list[RequestRecord]:
+        """Loads the grammars of requests; returns those whose grammars have room.
+
+        Grammars of requests on the device stay.
+        """
+        grammars = [record.sampling.grammar for record in batch]
+        if not any(grammars):
+            return batch
+        in_use = self.tracker.submitted_grammars() - {None}
+        for num, grammar in enumerate(grammars):
+            if grammar is not None and grammar not in self._grammars:
+                free = [i for i, x in enumerate(self._grammars) if x not in in_use]
+                if not free:
+                    return batch[:num]
+                # Empty places first.
+                index = min(free, key=lambda i: self._grammars[i] is not None)
+                tables = self.rules.grammars
+                assert tables is not None
+                tables = load_grammar(tables, index, grammar, end_tokens=self.eos_ids)
+                self.rules = dataclasses.replace(self.rules, grammars=tables)
+                self._grammars[index] = grammar
+            if grammar is not None:
+                in_use.add(grammar)
+        return batch
+
     def _pack_requests(self, batch: list[RequestRecord]) -> Requests:
         """Makes the arrays of a batch of requests."""
-        return request_batch.make_requests(
+        requests = request_batch.make_requests(
             [record.prompt for record in batch],
             [record.sampling for record in batch],
             config=self.config,
@@ -353,6 +387,16 @@ class StepLoop:
             width=max(self.config.submit_width, self.config.max_slots),
             adapters=self.adapters,
         )
+        row = 0
+        for record in batch:
+            end = row + len(record.answers)
+            if (grammar := record.sampling.grammar) is not None:
+                index = self._grammars.index(grammar)
+                assert requests.grammar_state is not None
+                first = index * self.config.max_grammar_cells
+                np.asarray(requests.grammar_state)[row:end] = first
+            row = end
+        return requests
 
     def read(self, call: DispatchedCall) -> None:
         """Processes the outputs of a call, and completes requests.

@@ -208,6 +208,11 @@ class _StripStage(_Stage):
         self._stop = stop
         self._last = ""
 
+    @property
+    def has_stop(self) -> bool:
+        """True if characters at the end of a text are removed."""
+        return self._stop > 0
+
     def push(self, piece: str) -> Sequence[str]:
         if self._start and piece:
             num_stripped = len(piece) - len(piece.lstrip(self._content))
@@ -388,6 +393,39 @@ class StreamDecoder:
     def stages(self) -> list[_Stage]:
         """Returns the stages in their initial state."""
         return [make() for make in self._makers]
+
+    def token_bytes(self, num: int) -> list[bytes | None]:
+        """Returns the bytes of the first `num` tokens inside a text.
+
+        Tokens without text have None.
+
+        Raises:
+          ValueError: the bytes of a token depend on the tokens around it.
+        """
+        stages = self.stages()
+        local = _Utf8Stage, _ByteRunStage, _FirstTokenStage
+        for stage in stages:
+            at_start = isinstance(stage, _StripStage) and not stage.has_stop
+            if not isinstance(stage, local) and not at_start:
+                raise ValueError(
+                    "the tokenizer's decoder changes text over several tokens, so "
+                    "single tokens have no bytes"
+                )
+        has_byte_tokens = any(isinstance(x, _ByteRunStage) for x in stages)
+        first_stages = [x for x in stages if isinstance(x, _FirstTokenStage)]
+        for stage in first_stages:
+            stage.push("")  # a token before all others
+
+        def bytes_of(piece: str | bytes | None) -> bytes | None:
+            if piece is None or isinstance(piece, bytes):
+                return piece
+            if has_byte_tokens and (match := _BYTE.fullmatch(piece)):
+                return bytes([int(match[1], 16)])
+            for stage in first_stages:
+                piece = stage.push(piece)[0]
+            return piece.encode()
+
+        return [bytes_of(self.pieces[token]) for token in range(num)]
 
 
 class _Pieces(dict[int, Any]):

@@ -171,6 +171,13 @@ class ByteTokenizer(_ChatTemplates):
         validation.boolean("skip_special_tokens", skip_special_tokens)
         return TextStream(_BYTE_TOKENS, check_ids("context", context))
 
+    def token_bytes(self) -> list[bytes | None]:
+        """Returns the bytes of each token; None for tokens without text."""
+        return [
+            bytes([token]) if token < NUM_BYTES else None
+            for token in range(self.vocab_size)
+        ]
+
     def stop_search(
         self, stops: Sequence[str], context: Sequence[int] = ()
     ) -> StopSearch:
@@ -312,6 +319,22 @@ class Tokenizer(_ChatTemplates):
           skip_special_tokens: as in `decode`.
         """
         validation.boolean("skip_special_tokens", skip_special_tokens)
+        decoder = self._decoder(skip_special_tokens)
+        return TextStream(decoder, check_ids("context", context))
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Returns the bytes of each token inside a text.
+
+        Special tokens, which are hidden in a text, and unused ids have None.
+
+        Raises:
+          ValueError: the bytes of a token depend on the tokens around it.
+        """
+        ids = self.core.get_vocab(with_added_tokens=True).values()
+        return self._decoder(True).token_bytes(max(ids, default=-1) + 1)
+
+    def _decoder(self, skip_special_tokens: bool) -> StreamDecoder:
+        """Returns the decoder that hides or shows special tokens."""
         if skip_special_tokens not in self._decoders:
             hidden = self._special_texts if skip_special_tokens else frozenset()
 
@@ -329,8 +352,7 @@ class Tokenizer(_ChatTemplates):
             state = None if decoder is None else json.loads(decoder.__getstate__())
             stages = stage_makers(state, build, self._replaced)
             self._decoders[skip_special_tokens] = StreamDecoder(piece_of, stages)
-        decoder = self._decoders[skip_special_tokens]
-        return TextStream(decoder, check_ids("context", context))
+        return self._decoders[skip_special_tokens]
 
     def stop_search(
         self, stops: Sequence[str], context: Sequence[int] = ()

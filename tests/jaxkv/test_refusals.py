@@ -278,6 +278,7 @@ SAMPLING_TYPES: dict[str, list[Any]] = {
     "ignore_eos": NO_FLAGS,
     "logprobs": NO_COUNTS,
     "prompt_logprobs": NO_FLAGS,
+    "grammar": ["a", 1, {}],
     "prefix_cache": NO_FLAGS,
     "salt": [None, *NO_COUNTS],
     "adapter": ["", 3, True, b"a", ("a",)],

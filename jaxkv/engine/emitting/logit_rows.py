@@ -26,6 +26,8 @@ class TokenHistory(NamedTuple):
     """Prompt length in tokens."""
     request_id: Int32[Array, " rows"]
     """Caller's ids of the requests."""
+    grammar_state: Int32[Array, " rows"] | None = None
+    """State of the grammar after the known tokens, as in `Sequences`."""
 
 
 type LogitsFn = Callable[
@@ -90,6 +92,7 @@ def gather_logit_rows(
             num_tokens=num_tokens,
             prompt_length=s.prompt_length[row],
             request_id=s.request_id[row],
+            grammar_state=None if s.grammar_state is None else s.grammar_state[row],
         ),
         logits=logits,
         params=params._replace(temperature=temperature),

@@ -61,6 +61,9 @@ def verify(
             draft_probs=None if draft_probs is None else draft_probs[:, : 1 + length],
             parents=None if parents is None or not length else parents[:, :length],
             tree=tree,
+            grammar_state=None
+            if drafts.grammar_state is None
+            else drafts.grammar_state[:, : 1 + length],
         )
         judged = _judge(state, result, emits, few, speculation, logits_fn, config)
         path = jnp.pad(judged.verified.path, ((0, 0), (0, config.max_drafts - length)))
@@ -103,6 +106,8 @@ def _judge(
     answer = rows.answer
     if drafts.tree is not None:
         answer = known_tokens_by_branch(answer, drafts)
+    if drafts.grammar_state is not None:
+        answer = answer._replace(grammar_state=drafts.grammar_state.reshape(-1))
     slot = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     child = drafting.find_children(drafts, speculation.drafter.width)
     # By place; the root is not a draft.
@@ -130,6 +135,12 @@ def _judge(
             logits, children, draft_probs, params, num_tokens, raw
         )
         accept = ruling.accept
+        if answer.grammar_state is not None:
+            # Also under verifiers that accept drafts of probability 0.
+            row = jnp.arange(children.shape[0], dtype=jnp.int32)[:, None]
+            at = jnp.broadcast_to(row, children.shape), children
+            is_forbidden = arrays.take(logits, at, fill=0) == -jnp.inf
+            accept = jnp.where(is_forbidden, 0, accept)
 
         def flip() -> Array:
             """Accepts each child with its probability."""

@@ -97,6 +97,7 @@ class EnginePrograms:
                     from_seconds(0.0),
                     policy=rules.policy,
                     eviction=rules.eviction,
+                    grammars=rules.grammars,
                 )
 
     def run_steps(
@@ -110,8 +111,14 @@ class EnginePrograms:
     ) -> tuple[EngineState, StepInfo]:
         """Runs the compiled steps of a call at time `now` in s; consumes the state."""
         program = self._steps[self._step_key(rules, kinds, may_draft)]
-        arrays = {"policy": rules.policy, "eviction": rules.eviction}
-        return program(params, state, from_seconds(now), **arrays)
+        return program(
+            params,
+            state,
+            from_seconds(now),
+            policy=rules.policy,
+            eviction=rules.eviction,
+            grammars=rules.grammars,
+        )
 
     def _step_key(
         self, rules: EngineRules, kinds: RequestKinds, may_draft: bool

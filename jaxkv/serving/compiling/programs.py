@@ -123,20 +123,21 @@ def mesh_programs(how: ProgramShardings) -> Programs:
     ) -> Callable:
         return map_over_mesh(function, how.mesh, in_specs, out_specs)
 
-    def run_steps(params, state, clock, *, policy, eviction, **static):
-        def run(params, state, clock, policy, eviction):
+    def run_steps(params, state, clock, *, policy, eviction, grammars=None, **static):
+        def run(params, state, clock, policy, eviction, grammars):
             return engine.run_steps(
                 params,
                 state,
                 clock,
                 policy=policy,
                 eviction=eviction,
+                grammars=grammars,
                 **static,
             )
 
-        in_specs = weights, state_of, replicated, replicated, replicated
+        in_specs = weights, state_of, *(replicated,) * 4
         over_mesh = mapped(run, *in_specs, out_specs=out_specs)
-        return over_mesh(params, state, clock, policy, eviction)
+        return over_mesh(params, state, clock, policy, eviction, grammars)
 
     def submit(state, batch, *, config):
         run = functools.partial(engine.submit, config=config)

@@ -411,3 +411,25 @@ def test_programs_are_cached_in_the_default_folder(tmp_path: Path) -> None:
     environ = {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
     compilation_cache.enable_program_cache(environ)
     assert environ == {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}
+
+
+@pytest.mark.thorough
+def test_answers_match_a_schema(jaxkv: Command, tiny: str, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"enum": [true, 12]}}')
+    (completion,) = completions(jaxkv, tiny, *ONE, "--json-schema", str(schema))
+    if completion["reason"] == "stop":
+        assert {*json.loads(completion["text"])} <= {True, 12}
+    else:
+        assert completion["text"].startswith("[")
+    assert_refused(
+        jaxkv,
+        f"{tiny} --prompt a --json-schema {schema} --regex a",
+        "--regex: is not supported with --json-schema",
+    )
+    assert_refused(
+        jaxkv,
+        f"{tiny} --prompt a --regex a --beam-width 2 --temperature 0",
+        "--regex: not used by beam search",
+    )
+    assert_refused(jaxkv, f"{tiny} --prompt a --regex (", "grammar='('")

@@ -384,7 +384,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice="),
     (
         CHAT,
-        {"messages": HI, "response_format": {"type": "json_object"}},
+        {"messages": HI, "response_format": {"type": "grammar"}},
         "response_format=",
     ),
     (CHAT, {"messages": HI, "functions": []}, "functions=[] is not supported"),
