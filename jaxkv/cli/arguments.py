@@ -111,7 +111,7 @@ def parse_model_options[T](
 
     names = ", ".join(bundled_models())
     missing = f"MODEL is missing: a folder, or one of: {names}"
-    description = f"MODEL is a folder, or the name of a bundled model: {names}."
+    description = f"MODEL is a folder or a bundled model: {names}."
     return parse_subject(args, options, prog, missing, description, default)
 
 
