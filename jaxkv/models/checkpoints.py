@@ -164,7 +164,8 @@ def save_model(
 
     Raises:
       ValueError: the path is in use by something else, the parameters do not fit the
-        configuration, or the family cannot express a field.
+        configuration or have weights in 8 or 4 bits, or the family cannot express a
+        field.
     """
     folder = validation.path("folder", folder).absolute()
     validation.integer("max_shard_bytes", max_shard_bytes, low=1, below=2**63)

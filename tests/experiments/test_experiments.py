@@ -369,6 +369,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"budgets": (384,)}, "budgets=(384,) must be below prompt_tokens=384"),
         ({"rules": ("lru",)}, "must be of"),
     ],
+    "small_weights": [
+        ({"models": ()}, "models=() must be 1 or more"),
+        ({"formats": ("int3",)}, "must be of"),
+        ({"num_sequences": 1}, "num_sequences=1 must be at least 2"),
+    ],
     "speculation_zoo": [
         ({"output_tokens": 272}, "output_tokens=272 must be more than 272"),
         ({"ways": (("plain", 1),)}, "self.ways"),

@@ -30,6 +30,7 @@ SLOW = {
         "rivals",
         "rollout_mismatch",
         "sharing",
+        "small_weights",
         "speculation",
         "speculation_zoo",
     ),
@@ -123,6 +124,7 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "preemption": _served(72),
     "prefix_caching": _recorded,
     "sharing": _served(208),
+    "small_weights": lambda _: {"models": (model(64),)},
     "speculation": _served(64),
     "speculation_zoo": _served(64),
 }

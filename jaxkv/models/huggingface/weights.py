@@ -559,8 +559,15 @@ def checked_params(config: ModelConfig, params: Params) -> list[jax.Array | np.n
     Their layers may be stacked, and have transposed copies of weights.
 
     Raises:
-      ValueError: the tree or a shape differs from that of the configuration.
+      ValueError: weights are quantized, or the tree or a shape differs from that of the
+        configuration.
     """
+    weights = param_forms.weight_format(params)
+    if weights != "model":
+        raise ValueError(
+            f"weights={weights!r} cannot be saved; save the parameters before "
+            f"quantize_params, and load the folder with {weights=}"
+        )
     params = param_forms.drop_transposed_weights(params)
     expected = transformer.param_shapes(config, stacked=True)
     matches = jax.tree.structure(params) == jax.tree.structure(expected)

@@ -22,6 +22,7 @@ from jaxkv.models import (
     load_model,
     load_tokenizer,
     param_forms,
+    quantize_params,
     read_config,
     save_model,
 )
@@ -615,6 +616,10 @@ def test_parameters_of_another_shape_are_not_saved(tmp_path: Path) -> None:
     deep = dataclasses.replace(SMALL, num_layers=2)
     with pytest.raises(ValueError, match="not the tree"):
         save_model(tmp_path / "m", deep, params)
+    line = "weights='int8' cannot be saved; save the parameters before quantize_params"
+    with pytest.raises(ValueError, match=line):
+        save_model(tmp_path / "m", SMALL, quantize_params(params, "int8"))
+    assert not (tmp_path / "m").exists()
     with pytest.raises(ValueError, match="max_shard_bytes=0"):
         save_model(tmp_path / "m", SMALL, params, max_shard_bytes=0)
 
