@@ -141,7 +141,7 @@ def _is_quantized(leaf: object) -> bool:
     return isinstance(leaf, QuantizedWeight)
 
 
-def count_bytes(
+def count_weight_bytes(
     config: ModelConfig, params: Params, *, bits: float | None = None
 ) -> WeightBytes:
     """Counts the bytes of quantized parameters.
@@ -204,14 +204,14 @@ def convert_weights(folder: str, model: LoadedModel, name: str) -> WeightsInForm
     config = model.config
     if name in QUANTIZED:
         params = quantize_params(model.params, QUANTIZED[name])
-        return WeightsInFormat(params, count_bytes(config, params))
+        return WeightsInFormat(params, count_weight_bytes(config, params))
     small = quantize_params(model.params, "int8")
     if name == "float32":
-        return WeightsInFormat(model.params, count_bytes(config, small, bits=32))
+        return WeightsInFormat(model.params, count_weight_bytes(config, small, bits=32))
     if name == "bfloat16":
         params = load_model(files.model_folder(folder), dtype=name).params
         half = quantize_params(params, "int8")
-        return WeightsInFormat(params, count_bytes(config, half, bits=16))
+        return WeightsInFormat(params, count_weight_bytes(config, half, bits=16))
 
     def round_leaf(place: jax.Array | QuantizedWeight, array: jax.Array) -> jax.Array:
         if not isinstance(place, QuantizedWeight):
@@ -221,7 +221,7 @@ def convert_weights(folder: str, model: LoadedModel, name: str) -> WeightsInForm
 
     params = jax.tree.map(round_leaf, small, model.params, is_leaf=_is_quantized)
     bits = 8 * BLOCK_BYTES[name] / BLOCK_WEIGHTS
-    return WeightsInFormat(params, count_bytes(config, small, bits=bits))
+    return WeightsInFormat(params, count_weight_bytes(config, small, bits=bits))
 
 
 def load_decoder(
@@ -269,15 +269,24 @@ def measure_decoding(config: Config, engine: Engine, prompt: list[int]) -> Rates
 
 
 def cut_pieces(config: Config, model: LoadedModel) -> Int32[np.ndarray, "num length"]:
-    """Cuts pieces of held-out files; a file that is too short gives none."""
+    """Cuts pieces of held-out files; those of files that are too short are left out.
+
+    Raises:
+      ValueError: too few files are long enough.
+    """
+    num_drawn = 4 * config.num_sequences
     texts = cut_held_out_prompts(
         model.tokenizer,
-        [config.sequence_tokens] * config.num_sequences,
-        [Sampling()] * config.num_sequences,
+        [config.sequence_tokens] * num_drawn,
+        [Sampling()] * num_drawn,
         np.random.default_rng(config.seed),
     )
     pieces = [x.tokens for x in texts if len(x.tokens) == config.sequence_tokens]
-    return np.array(pieces, np.int32)
+    if len(pieces) < config.num_sequences:
+        raise ValueError(
+            f"sequence_tokens={config.sequence_tokens} exceeds most held-out files"
+        )
+    return np.array(pieces[: config.num_sequences], np.int32)
 
 
 def measure_model(
@@ -402,7 +411,8 @@ def plot(axes: np.ndarray, result: Result) -> None:
         title = f"int8 loses at most {int8.loss.max():.4f} nats/token"
     y = "log-likelihood lost [nats/token]"
     lab.set_labels(left, title, "all parameters [MB]", y)
-    left.legend(ncols=2)
+    if len(small):
+        left.legend(ncols=2)
     timed = small.at(np.flatnonzero(np.isfinite(small.ratio)))
     names = timed.distinct("weights")
     for number, model in enumerate(models):

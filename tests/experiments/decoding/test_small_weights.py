@@ -14,7 +14,7 @@ from jaxkv import models, scoring
 from jaxkv.models import load_model, quantize_params
 from jaxkv.models.layers import inputs_axis
 from jaxkv.progress import Quiet
-from tests.support import engines, smoke
+from tests.support import engines
 
 
 def params_by_path(params: Any) -> dict[tuple[Any, ...], np.ndarray]:
@@ -46,7 +46,7 @@ def test_bytes_are_those_of_codes_and_scales(name: str) -> None:
                 num_bytes = 128 * 4
             read += num_bytes
         small = quantize_params(model.params, weights)
-        counted = experiment.count_bytes(model.config, small)
+        counted = experiment.count_weight_bytes(model.config, small)
         assert counted == pytest.approx((8 * quantized / num_weights, stored, read))
         # The claims: at most 1.05 times Q8_0, and at most Q4_0.
         other = 34 / 32 * 1.05 if weights == "int8" else 18 / 32
@@ -86,7 +86,6 @@ def test_a_stopped_run_has_no_claims() -> None:
     result = experiment.run(experiment.CONFIGS["smoke"], Stopped())
     assert len(result.runs) == 0
     assert experiment.claims(result) == []
-    assert smoke.draw(experiment.STUDY, result)
 
 
 @pytest.mark.slow
