@@ -408,22 +408,24 @@ def plot(axes: np.ndarray, result: Result) -> None:
     title = ""
     int8 = small.where(weights="int8")
     if len(int8):
-        title = f"int8 loses at most {int8.loss.max():.4f} nats/token"
+        title = f"int8: loss changes by {np.abs(int8.loss).max():.4f} nats/token"
     y = "log-likelihood lost [nats/token]"
     lab.set_labels(left, title, "all parameters [MB]", y)
     if len(small):
-        left.legend(ncols=2)
+        left.legend()
     timed = small.at(np.flatnonzero(np.isfinite(small.ratio)))
     names = timed.distinct("weights")
     for number, model in enumerate(models):
         rows = timed.where(model=model)
         places = np.arange(len(rows)) + (number - (len(models) - 1) / 2) * 0.38
-        right.bar(places, rows.ratio, 0.36, color=lab.colors()[number + 1], label=model)
+        colors = [lab.colors()[COLORS[name]] for name in rows.weights.tolist()]
+        faces = ["none"] * len(colors) if number else colors
+        right.bar(places, rows.ratio, 0.36, color=faces, edgecolor=colors, label=model)
     right.set_xticks(range(len(names)), names)
     lab.draw_reference_line(right, 1.0, "float32")
     title = ""
     if len(int8):
-        title = f"int8 decodes at {int8.ratio.min():.2f} of float32's rate or more"
+        title = f"int8 decodes at {int8.ratio.min():.2f} of float32 or more"
     lab.set_labels(right, title, "weights [format]", "tokens/s / float32 [1]")
     right.legend()
 
