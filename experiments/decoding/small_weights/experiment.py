@@ -65,7 +65,7 @@ class Config(lab.ConfigRecord):
     """Folders, or names of bundled models, with a tokenizer."""
     formats: Annotated[tuple[str, ...], lab.Choices(FORMATS)] = FORMATS
     """Formats that are compared with float32."""
-    num_sequences: Annotated[int, lab.Range(2)] = 64
+    num_sequences: Annotated[int, lab.Range(2)] = 16
     """Pieces of held-out text."""
     sequence_tokens: Annotated[int, lab.Range(2)] = 512
     """Tokens of each piece."""
@@ -73,7 +73,7 @@ class Config(lab.ConfigRecord):
     """Tokens before the decoded ones."""
     output_tokens: Annotated[int, lab.Range(2 * STEPS_PER_CALL)] = 144
     """Tokens of the answer in a round; those of the first call are not timed."""
-    rounds: lab.PositiveInt = 15
+    rounds: lab.PositiveInt = 7
     """Rounds of all engines in turn."""
     seed: lab.NonNegativeInt = 0
     """Seed of the pieces."""
