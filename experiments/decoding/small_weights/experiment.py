@@ -58,10 +58,7 @@ STEPS_PER_CALL = 16
 class Config(lab.ConfigRecord):
     """Models, formats and text."""
 
-    models: Annotated[tuple[str, ...], lab.Entries(1)] = (
-        "stdlib-bytes",
-        "stdlib-bytes-deepseek",
-    )
+    models: Annotated[tuple[str, ...], lab.Entries(1)] = ("stdlib-bytes",)
     """Folders, or names of bundled models, with a tokenizer."""
     formats: Annotated[tuple[str, ...], lab.Choices(FORMATS)] = FORMATS
     """Formats that are compared with float32."""
@@ -81,8 +78,8 @@ class Config(lab.ConfigRecord):
 
 CONFIGS = {
     "real": Config(),
+    "both": Config(models=("stdlib-bytes", "stdlib-bytes-deepseek")),
     "smoke": Config(
-        models=("stdlib-bytes",),
         formats=("int8", "Q4_0"),
         num_sequences=2,
         sequence_tokens=48,
