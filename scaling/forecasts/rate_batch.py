@@ -238,26 +238,6 @@ def lost_by_miss(fit: RateBatchFit, size: RunSize, rate: float, batch: float) ->
     return float(np.expm1(min(fit.valley.excess(u, v)[0], _LARGEST_EXCESS)))
 
 
-@validation.checks_numbers(rate="(0, inf)", batch="(0, inf)")
-def nearest_run(cell: TunedCell, rate: float, batch: float) -> int:
-    """Returns the index of the measured pair nearest in ln(rate) and ln(batch)."""
-    return int(np.argmin(((cell.pairs - np.log([rate, batch])) ** 2).sum(1)))
-
-
-def copied_pair(cells: Sequence[TunedCell], size: RunSize) -> tuple[float, float]:
-    """Returns the best measured pair of the cell nearest in ln N and ln D."""
-    near = min(
-        cells, key=lambda cell: float((np.log(np.divide(cell.size, size)) ** 2).sum())
-    )
-    return float(near.rate[near.best]), float(near.batch[near.best])
-
-
-def mean_pair(cells: Sequence[TunedCell]) -> tuple[float, float]:
-    """Returns the geometric mean of the best measured pairs of all cells."""
-    mean = np.exp(np.mean([cell.pairs[cell.best] for cell in cells], axis=0))
-    return float(mean[0]), float(mean[1])
-
-
 def _window(cell: TunedCell) -> np.ndarray:
     return np.log(cell.loss / cell.loss.min()) < WINDOW
 

@@ -22,20 +22,18 @@ class Split(NamedTuple):
     """Which runs of a table are fitted, and which are scored.
 
     Attributes:
-      scored: the scored runs in words, the split's name.
-      fitted: the fitted runs in words.
+      name: scored and fitted runs in words.
       table: file name of the table.
       held_out: rule for the runs that are not fitted.
       scored_rule: rule for the runs that are scored; by default `held_out`.
       remark: choices that were made with the scored runs in sight, a sentence.
     """
 
-    scored: str
-    fitted: str
+    name: str
     table: str
     held_out: str
     scored_rule: str = ""
-    remark: str = "Every form was chosen on smaller runs."
+    remark: str = "The form was chosen on runs up to 1B."
 
     def divide(self, sizes: Iterable[RunSize]) -> tuple[np.ndarray, np.ndarray]:
         """Returns masks of fitted and scored runs."""
@@ -49,30 +47,25 @@ class Split(NamedTuple):
         return ~is_held_out, is_scored
 
 
-ALL_SIZES = "7B and 13B"
-"""Split whose runs are not in the table."""
-TWO_SIZES = "3B of two sizes"
+ALL_SIZES = "7B and 13B from 190M to 3B"
+"""Split whose scored runs are not in the table."""
+TWO_SIZES = "3B from 190M and 370M"
 """Split whose fit has no rehearsal."""
 _CHOSEN = "The form was chosen on this split."
 _SEEN = (
     "The valley was chosen on the 429M cells, after this split had been seen once with "
     "a quadratic valley."
 )
+_MOST_TOKENS = "D == 1e11 or D == 8e10 or D == 5e10"
 SPLITS = (
-    Split("1B", "190M to 760M", LADDER, "N > 9e8", "N > 9e8 and N < 2e9", _CHOSEN),
-    Split("3B", "190M to 1B", LADDER, "N > 2e9"),
-    Split(TWO_SIZES, "190M and 370M", LADDER, "N > 4.5e8", "N > 2e9"),
-    Split(ALL_SIZES, "190M to 3B", LADDER, "N > 5e9"),
-    Split("429M", "dense to 268M", DENSE, "N > 3e8", "N > 3e8 and N < 5e8", _CHOSEN),
-    Split("537M", "dense to 429M", DENSE, "N > 5e8", remark=_SEEN),
-    Split(
-        "most tokens of a size",
-        "dense with fewer tokens",
-        DENSE,
-        "D == 1e11 or D == 8e10 or D == 5e10",
-        remark=_SEEN,
-    ),
-    Split("8B tokens", "mixtures, 2B and 4B tokens", MIXTURES, "D > 4e9", remark=_SEEN),
+    Split("1B from 190M to 760M", LADDER, "N > 9e8", "N > 9e8 and N < 2e9", _CHOSEN),
+    Split("3B from 190M to 1B", LADDER, "N > 2e9"),
+    Split(TWO_SIZES, LADDER, "N > 4.5e8", "N > 2e9"),
+    Split(ALL_SIZES, LADDER, "N > 5e9"),
+    Split("dense 429M from 268M", DENSE, "N > 3e8", "N > 3e8 and N < 5e8", _CHOSEN),
+    Split("dense 537M from 429M", DENSE, "N > 5e8", remark=_SEEN),
+    Split("dense, most tokens from fewer", DENSE, _MOST_TOKENS, remark=_SEEN),
+    Split("mixtures, 8B tokens from 4B", MIXTURES, "D > 4e9", remark=_SEEN),
 )
 
 

@@ -18,14 +18,8 @@ from jaxkv.plotting import (
     set_labels,
 )
 from scaling.cli.forecasts.downstream import TaskFits
-from scaling.cli.forecasts.hyperparameters import (
-    MEAN_PAIR,
-    NEAREST_CELL,
-    PUBLISHED,
-    SURFACE,
-    RateBatchFits,
-)
-from scaling.forecasts import Valley
+from scaling.cli.forecasts.hyperparameters import RateBatchFits
+from scaling.forecasts import MEAN_PAIR, NEAREST_CELL, PUBLISHED, SURFACE, Valley
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
