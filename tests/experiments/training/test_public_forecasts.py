@@ -127,6 +127,21 @@ def test_splits_without_their_table_are_skipped(tmp_path: Path) -> None:
     assert smoke.draw(experiment.STUDY, result)
 
 
+@pytest.mark.thorough
+def test_the_record_is_that_of_the_public_tables() -> None:
+    folder = traces.find(f"losses2026/{splits.LADDER}").parent
+    result = experiment.run(experiment.Config(folder=str(folder)))
+    name = "public_forecasts"
+    recorded = read_run(RECORDS / name, load_experiment(name)).result
+    assert result.splits.digest.tolist() == recorded.splits.digest.tolist()
+    assert result.splits.is_committed.all()
+    for table in ("accuracies", "cells"):
+        for new, old in zip(
+            getattr(result, table).rows(), getattr(recorded, table).rows(), strict=True
+        ):
+            assert new == pytest.approx(old, rel=1e-3, nan_ok=True)
+
+
 def test_the_tutorial_has_the_numbers_of_the_record() -> None:
     name = "public_forecasts"
     result = read_run(RECORDS / name, load_experiment(name)).result

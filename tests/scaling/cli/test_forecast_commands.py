@@ -130,6 +130,8 @@ def test_cells_are_scored_beside_baselines(rate_fits: RateBatchFits) -> None:
     assert new["rate"] == pytest.approx(rate, rel=0.05)
     assert new["rate_low"] < rate < new["rate_high"]
     assert new["loss_low"] < new["loss"] < new["loss_high"]
+    floor = 1.7 + 400 / 2e9**0.34 + 400 / 1e11**0.28
+    assert new["loss"] == pytest.approx(floor, rel=5e-3)
     assert new["pairs"]["Step Law"]["batch"] == pytest.approx(0.58 * 1e11**0.571 / 1024)
     assert new["lost_by_miss"]["rate x 2"] == pytest.approx(
         np.expm1((0.09 * np.log(2)) ** 2), rel=0.1
