@@ -173,13 +173,9 @@ def fit_rate_batch(cells: Sequence[TunedCell]) -> RateBatchFit:
             f"{len(usable) - len(refits)} cells are needed for an exponent, so the "
             "intervals are those of the other cells, too narrow"
         )
-    scatter = [
-        np.sqrt(np.mean([np.log(value / power.value(size)) ** 2 for size, value in x]))
-        for power, x in (
-            (best[0], [(cell.size, cell.rate[cell.best]) for cell in usable]),
-            (best[1], [(cell.size, cell.batch[cell.best]) for cell in usable]),
-        )
-    ]
+    best_pairs = np.array([cell.pairs[cell.best] for cell in usable])
+    law = np.log([[power.value(cell.size) for power in best] for cell in usable])
+    scatter = np.sqrt(((best_pairs - law) ** 2).mean(0))
     return RateBatchFit(
         *best,
         valley,

@@ -10,9 +10,7 @@ import numpy as np
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
     ReportPart,
-    ResultRecord,
     Sheet,
-    column,
     dumps,
     numbered_list,
 )
@@ -22,7 +20,7 @@ from scaling.cli.forecasts.config import (
     HyperparameterConfig,
     split_targets,
 )
-from scaling.cli.forecasts.downstream import table_text
+from scaling.cli.forecasts.downstream import ForecastFits, table_text
 from scaling.fits import FitResult, predict
 from scaling.forecasts import (
     PAIR_CHOICES,
@@ -53,15 +51,9 @@ _MISSES = (
 )
 
 
-class RateBatchFits(ResultRecord):
-    """The document of a fit."""
-
-    document: str = column("content of `fit.json`")
-
-
 def fit_tuned_file(
     config: HyperparameterConfig, progress: Progress = QUIET
-) -> RateBatchFits:
+) -> ForecastFits:
     """Reads runs, fits the surface, and predicts the best pair at every size.
 
     Raises:
@@ -120,7 +112,7 @@ def fit_tuned_file(
         "scores": _scores(predictions),
         "warnings": warnings,
     }
-    return RateBatchFits(document=dumps(document))
+    return ForecastFits(document=dumps(document))
 
 
 def _find_cell(cells: Sequence[TunedCell], size: RunSize) -> TunedCell | None:
@@ -230,12 +222,12 @@ def _mean_factor(factors: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(factors))))
 
 
-def metrics(result: RateBatchFits) -> dict[str, Any]:
+def metrics(result: ForecastFits) -> dict[str, Any]:
     """Returns the document."""
     return json.loads(result.document)
 
 
-def summary(result: RateBatchFits) -> list[ReportPart]:
+def summary(result: ForecastFits) -> list[ReportPart]:
     """Returns tables of the law, predictions, misses and scores."""
     document = json.loads(result.document)
     rows = [
@@ -338,13 +330,12 @@ def _percent(value: float) -> str:
     return f"{100 * value:.3f} %"
 
 
-def surface_files(result: RateBatchFits) -> dict[str, str]:
+def surface_files(result: ForecastFits) -> dict[str, str]:
     """Returns `fit.json`, and the predictions as a table."""
     document = json.loads(result.document)
+    nested = ("lost_by_miss", "pairs", "measured")
     plain = [
-        {name: y for name, y in x.items() if not isinstance(y, dict)}
+        {name: y for name, y in x.items() if name not in nested}
         for x in document["predictions"]
     ]
-    for row in plain:
-        row.pop("measured", None)
     return {"fit.json": result.document, "predictions.csv": table_text(plain)}
