@@ -37,7 +37,7 @@ class PairScore(NamedTuple):
     batch_factor: float
 
 
-@validation.checks_numbers(batch_tokens="(0, inf)")
+@validation.checks_numbers(batch_tokens="[1, inf)")
 def choose_pairs(
     fit: RateBatchFit,
     cells: Sequence[TunedCell],
@@ -50,7 +50,7 @@ def choose_pairs(
       fit: the surface.
       cells: the fitted cells.
       size: parameters and tokens.
-      batch_tokens: tokens of a batch of 1, for the published law.
+      batch_tokens: tokens of a batch of 1, for the published law; at least 1.
     """
     return {
         SURFACE: (fit.rate.value(size), fit.batch.value(size)),
