@@ -15,6 +15,7 @@ from scaling.forecasts import (
     mean_pair,
     nearest_run,
     predict_rate_batch,
+    score_pair,
 )
 from scaling.logs import RunSize, TunedCell
 from tests.support.refusals import refused
@@ -92,6 +93,11 @@ def test_baselines_copy_the_nearest_cell_and_the_mean() -> None:
     assert mean_pair(cells) == pytest.approx(np.exp(np.mean(logs, axis=0)))
     i = nearest_run(near, near.rate[7] * 1.05, near.batch[7] * 0.95)
     assert i == 7
+    score = score_pair(near, near.rate[7] * 1.05, near.batch[7] * 0.95)
+    assert score[:3] == (near.rate[7], near.batch[7], near.loss[7])
+    assert score.lost == pytest.approx(near.loss[7] / min(near.loss) - 1)
+    ratio = near.rate[7] * 1.05 / near.rate[near.best]
+    assert score.rate_factor == pytest.approx(max(ratio, 1 / ratio))
     # Published: 1.79 N^-0.713 D^0.307, and 0.58 D^0.571 tokens.
     size = RunSize(1e9, 1e11)
     assert STEP_LAW_RATE.value(size) == pytest.approx(1.63e-3, rel=5e-3)
