@@ -86,8 +86,10 @@ class Capacity(NamedTuple):
         Raises:
           ValueError: there is no such rule, or the budget is below 1.
         """
-        validation.choice("evict", evict, tuple(EVICTION_RULES))
+        validation.choice("evict", evict, (*EVICTION_RULES, "quest"))
         tokens = jnp.int32(validation.integer("budget", budget, low=1))
+        if evict == "quest":  # evicts no token
+            return self
         limit = jnp.int32(NO_LIMIT)
         if evict in CONTINUES:
             limit = tokens + self.page_size
