@@ -80,7 +80,7 @@ class Capacity(NamedTuple):
 
         Args:
           evict: rule of KV eviction, as in `EngineConfig`, which determines when tokens
-            are evicted.
+            are evicted; "quest" evicts none and changes nothing.
           budget: tokens that stay, at least 1.
 
         Raises:
