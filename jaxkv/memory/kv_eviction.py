@@ -28,7 +28,14 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxkv import arrays, validation
 from jaxkv.memory.demand import Size
 from jaxkv.memory.kv_layout import KVLayout
-from jaxkv.memory.kv_pages import Pages, Rows, flatten_layers, locate, slots_of
+from jaxkv.memory.kv_pages import (
+    Pages,
+    Rows,
+    flatten_layers,
+    locate,
+    slots_of,
+    unflatten_layers,
+)
 from jaxkv.memory.page_pool import NO_PAGE
 from pallas_kernels.layered import Layer, flat_ids
 from pallas_kernels.paged_attention import (
@@ -394,7 +401,8 @@ class PageSelection(KVLayout):
         # The first token of a page replaces the bounds of the page's former tokens.
         bounds = arrays.put(bounds, jnp.where(offset == 0, ids, -1), new)
         bounds = arrays.put(bounds, ids, new, "max")
-        return pages._replace(key_bounds=bounds.reshape(pages.key_bounds.shape))
+        bounds = unflatten_layers(bounds, pages.key_bounds.shape)
+        return pages._replace(key_bounds=bounds)
 
     def attend(
         self,
