@@ -105,7 +105,7 @@ def test_quest_keeps_all_pages() -> None:
         engines.Ask(9, asks()[0].prompt, Sampling(n=2, max_tokens=30, seed=4)),
         engines.Ask(8, asks()[1].prompt, Sampling(n=2, max_tokens=30, seed=5)),
     ]
-    swapping = dataclasses.replace(quest, num_pages=24, max_swap_pages=24)
+    swapping = dataclasses.replace(quest, max_slots=4, num_pages=24, max_swap_pages=24)
     policy = scheduling.fcfs(chunk_size=5, preemption="swap", hold_new=False)
     swapped = engines.serve(group, swapping, policy)
     assert swapped.info.num_swapped_out.sum() > 0
