@@ -158,6 +158,7 @@ def make_grammar_tables(
     )
 
 
+@validation.checks_numbers(index=0)
 def load_grammar(
     tables: GrammarTables, index: int, grammar: Grammar, end_tokens: Sequence[int]
 ) -> GrammarTables:

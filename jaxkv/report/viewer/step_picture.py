@@ -22,6 +22,7 @@ _CACHED = "#dddddd"
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
 
+@validation.checks_numbers(step=(0, 2**31))
 def draw_step(trace: RunTrace, step: int) -> str:
     """Returns the SVG text of a step.
 

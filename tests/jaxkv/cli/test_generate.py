@@ -237,7 +237,7 @@ def output(answers: list[dict]) -> str:
         ("stdlib-bytes --prompt x --best-of 65", "65 answers to a prompt must be at"),
         ("stdlib-bytes --prompt x --n three", "three"),
         ("stdlib-bytes --prompt x --beam-width 65", "65 beams for a prompt must be at"),
-        ("stdlib-bytes --prompt x --beam-width 2 --stop y", "or stop strings"),
+        ("stdlib-bytes --prompt x --beam-width 2 --stop y", "stop strings or grammar"),
         ("stdlib-bytes --prompt x --beam-width 2 --top-k 3", "not used by beam search"),
         ("stdlib-bytes --prompt x --beam-width 2 --length-penalty nan", "=nan must be"),
         ("stdlib-bytes --prompt x --beam-width 2 --early-stopping x", "early-stopping"),
@@ -391,8 +391,8 @@ def test_the_engine_has_a_slot_for_each_answer(
     ):
         merged: Any = {"prompt": ("a",)} | fields
         options = generate.GenerateOptions(**merged)
-        pair: Any = generate._engine(str(folders.TOKENIZED), options)
-        bounds, prompts = pair
+        parts: Any = generate._engine(str(folders.TOKENIZED), options)
+        bounds, prompts, _ = parts
         assert bounds["max_slots"] == max_slots
         assert len(prompts) == len(options.prompt)
 
