@@ -173,13 +173,9 @@ def fit_rate_batch(cells: Sequence[TunedCell]) -> RateBatchFit:
             f"{len(usable) - len(refits)} cells are needed for an exponent, so the "
             "intervals are those of the other cells, too narrow"
         )
-    scatter = [
-        np.sqrt(np.mean([np.log(value / power.value(size)) ** 2 for size, value in x]))
-        for power, x in (
-            (best[0], [(cell.size, cell.rate[cell.best]) for cell in usable]),
-            (best[1], [(cell.size, cell.batch[cell.best]) for cell in usable]),
-        )
-    ]
+    best_pairs = np.array([cell.pairs[cell.best] for cell in usable])
+    law = np.log([[power.value(cell.size) for power in best] for cell in usable])
+    scatter = np.sqrt(((best_pairs - law) ** 2).mean(0))
     return RateBatchFit(
         *best,
         valley,
@@ -236,26 +232,6 @@ def lost_by_miss(fit: RateBatchFit, size: RunSize, rate: float, batch: float) ->
     u = np.log([rate / fit.rate.value(size)])
     v = np.log([batch / fit.batch.value(size)])
     return float(np.expm1(min(fit.valley.excess(u, v)[0], _LARGEST_EXCESS)))
-
-
-@validation.checks_numbers(rate="(0, inf)", batch="(0, inf)")
-def nearest_run(cell: TunedCell, rate: float, batch: float) -> int:
-    """Returns the index of the measured pair nearest in ln(rate) and ln(batch)."""
-    return int(np.argmin(((cell.pairs - np.log([rate, batch])) ** 2).sum(1)))
-
-
-def copied_pair(cells: Sequence[TunedCell], size: RunSize) -> tuple[float, float]:
-    """Returns the best measured pair of the cell nearest in ln N and ln D."""
-    near = min(
-        cells, key=lambda cell: float((np.log(np.divide(cell.size, size)) ** 2).sum())
-    )
-    return float(near.rate[near.best]), float(near.batch[near.best])
-
-
-def mean_pair(cells: Sequence[TunedCell]) -> tuple[float, float]:
-    """Returns the geometric mean of the best measured pairs of all cells."""
-    mean = np.exp(np.mean([cell.pairs[cell.best] for cell in cells], axis=0))
-    return float(mean[0]), float(mean[1])
 
 
 def _window(cell: TunedCell) -> np.ndarray:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scaling.logs.doubts import find_doubts
     from scaling.logs.files import CURVES, RUNS, read_log_text
     from scaling.logs.log import Log, read_log
-    from scaling.logs.rules import mentions
+    from scaling.logs.rules import mentions, parse_rule
     from scaling.logs.run_sizes import RunSize, parse_run_size
     from scaling.logs.task_runs import (
         LADDER_TASKS,

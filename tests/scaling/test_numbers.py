@@ -352,6 +352,12 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "interval": "prediction",
             "level": 0.9,
         },
+        "forecasts.choose_pairs": {
+            "fit": SURFACE,
+            "cells": [TUNED],
+            "size": RUN_SIZE,
+            "batch_tokens": 2048.0,
+        },
         "forecasts.lost_by_miss": {"fit": SURFACE, "size": RUN_SIZE} | PAIR,
         "forecasts.nearest_run": {"cell": TUNED} | PAIR,
         "forecasts.predict_rate_batch": {
@@ -359,6 +365,7 @@ def make_arguments() -> dict[str, dict[str, Any]]:
             "size": RUN_SIZE,
             "level": 0.9,
         },
+        "forecasts.score_pair": {"cell": TUNED} | PAIR,
         "forecasts.predict_tasks": {
             "forecasts": TASK_FORECASTS,
             "num_params": COLUMN,

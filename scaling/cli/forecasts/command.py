@@ -14,7 +14,7 @@ def downstream_experiment(log: str) -> Experiment:
     """
     fits = Study(
         configs={"tasks": DownstreamConfig(log=log)},
-        result=downstream.TaskFits,
+        result=downstream.ForecastFits,
         run=downstream.fit_task_file,
         plot=drawing.plot_tasks,
         metrics=downstream.metrics,
@@ -34,7 +34,7 @@ def hyperparameter_experiment(log: str) -> Experiment:
     """
     fits = Study(
         configs={"rates": HyperparameterConfig(log=log)},
-        result=hyperparameters.RateBatchFits,
+        result=downstream.ForecastFits,
         run=hyperparameters.fit_tuned_file,
         plot=drawing.plot_rates,
         metrics=hyperparameters.metrics,

@@ -78,7 +78,7 @@ class HyperparameterConfig(ConfigRecord):
     """Column of the batch size."""
     loss: str = ""
     """Column of the loss."""
-    batch_tokens: Annotated[float, Range(0, ends="()")] = 2048.0
+    batch_tokens: Annotated[float, Range(1, ends="[)")] = 2048.0
     """Tokens of a batch of 1, for the published law: the length of a sequence, or 1."""
     level: Annotated[float, Range(0, 1, "()")] = 0.9
     """Probability of the intervals."""

@@ -31,13 +31,13 @@ _MAX_RUNS = 4
 """Runs with a table of their tasks, the last ones; all are in predictions.csv."""
 
 
-class TaskFits(ResultRecord):
+class ForecastFits(ResultRecord):
     """The document of a fit."""
 
     document: str = column("content of `fit.json`")
 
 
-def fit_task_file(config: DownstreamConfig, progress: Progress = QUIET) -> TaskFits:
+def fit_task_file(config: DownstreamConfig, progress: Progress = QUIET) -> ForecastFits:
     """Reads runs, fits the tasks, and predicts.
 
     Raises:
@@ -90,7 +90,7 @@ def fit_task_file(config: DownstreamConfig, progress: Progress = QUIET) -> TaskF
         "warnings": forecasts.warnings,
     }
     document["scores"] = _scores(document["predictions"])
-    return TaskFits(document=dumps(document))
+    return ForecastFits(document=dumps(document))
 
 
 def _run_rows(runs: TaskRuns) -> list[dict[str, Any]]:
@@ -163,14 +163,14 @@ def _scores(predictions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, flo
     }
 
 
-def metrics(result: TaskFits) -> dict[str, Any]:
+def metrics(result: ForecastFits) -> dict[str, Any]:
     """Returns the document without the fitted runs."""
     document = json.loads(result.document)
     document.pop("runs")
     return document
 
 
-def summary(result: TaskFits) -> list[ReportPart]:
+def summary(result: ForecastFits) -> list[ReportPart]:
     """Returns tables of coefficients, rehearsals, scores and predictions."""
     document = json.loads(result.document)
     level = document["level"]
@@ -264,7 +264,7 @@ def _percent(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{100 * value:{sign}.2f} %"
 
 
-def task_files(result: TaskFits) -> dict[str, str]:
+def task_files(result: ForecastFits) -> dict[str, str]:
     """Returns `fit.json`, and the predictions as a table."""
     document = json.loads(result.document)
     return {

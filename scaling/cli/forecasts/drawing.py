@@ -17,15 +17,8 @@ from jaxkv.plotting import (
     label_log_axis,
     set_labels,
 )
-from scaling.cli.forecasts.downstream import TaskFits
-from scaling.cli.forecasts.hyperparameters import (
-    MEAN_PAIR,
-    NEAREST_CELL,
-    PUBLISHED,
-    SURFACE,
-    RateBatchFits,
-)
-from scaling.forecasts import Valley
+from scaling.cli.forecasts.downstream import ForecastFits
+from scaling.forecasts import MEAN_PAIR, NEAREST_CELL, PUBLISHED, SURFACE, Valley
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +30,7 @@ _MAX_DRAWN_CELLS = 10
 _MARKS = (("o", BLUE), ("s", RED), ("^", GREEN), ("D", ORANGE))
 
 
-def plot_tasks(axes: np.ndarray, result: TaskFits) -> None:
+def plot_tasks(axes: np.ndarray, result: ForecastFits) -> None:
     """Draws the fitted stages, the rehearsals and the predictions."""
     document = json.loads(result.document)
     _draw_losses(axes[0, 0], document)
@@ -135,7 +128,7 @@ def _draw_predictions(ax: "Axes", document: Mapping[str, Any]) -> None:
     ax.legend()
 
 
-def plot_rates(axes: np.ndarray, result: RateBatchFits) -> None:
+def plot_rates(axes: np.ndarray, result: ForecastFits) -> None:
     """Draws the best pairs, the valley, and the loss lost."""
     document = json.loads(result.document)
     _draw_powers(axes[0, 0], document, "rate", "learning rate", "1")
@@ -191,24 +184,14 @@ def _draw_valley(ax: "Axes", document: Mapping[str, Any]) -> None:
         batch * np.exp(v), rate * np.exp(u), lost, levels, colors="0.4", linewidths=1
     )
     ax.clabel(lines, fmt="%g %%", fontsize=9)
-    ax.plot([batch], [rate], "o", color=colors()[BLUE], label="predicted best")
-    if last["measured"] is not None:
-        measured = last["measured"]
-        near = measured["nearest"][SURFACE]
-        ax.plot(
-            [near["batch"]],
-            [near["rate"]],
-            "s",
-            color=colors()[ORANGE],
-            label="nearest",
-        )
-        ax.plot(
-            [measured["best_batch"]],
-            [measured["best_rate"]],
-            "x",
-            color=colors()[RED],
-            label="best measured",
-        )
+    points = [(batch, rate, "o", BLUE, "predicted best")]
+    if (cell := last["measured"]) is not None:
+        near = cell["nearest"][SURFACE]
+        best = (cell["best_batch"], cell["best_rate"])
+        points.append((near["batch"], near["rate"], "s", ORANGE, "nearest"))
+        points.append((*best, "x", RED, "best measured"))
+    for x, y, mark, color, label in points:
+        ax.plot([x], [y], mark, color=colors()[color], label=label)
     x = "batch size [unit of log]"
     title = f"Loss lost at {size}"
     set_labels(ax, title, x, "learning rate [1]", xscale="log", yscale="log")

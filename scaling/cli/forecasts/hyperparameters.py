@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +10,7 @@ import numpy as np
 from jaxkv.progress import QUIET, Progress
 from jaxkv.report import (
     ReportPart,
-    ResultRecord,
     Sheet,
-    column,
     dumps,
     numbered_list,
 )
@@ -23,19 +20,18 @@ from scaling.cli.forecasts.config import (
     HyperparameterConfig,
     split_targets,
 )
-from scaling.cli.forecasts.downstream import table_text
+from scaling.cli.forecasts.downstream import ForecastFits, table_text
 from scaling.fits import FitResult, predict
 from scaling.forecasts import (
-    STEP_LAW_BATCH,
-    STEP_LAW_RATE,
+    PAIR_CHOICES,
+    SURFACE,
     RateBatchFit,
-    copied_pair,
+    choose_pairs,
     fit_lowest_losses,
     fit_rate_batch,
     lost_by_miss,
-    mean_pair,
-    nearest_run,
     predict_rate_batch,
+    score_pair,
 )
 from scaling.logs import RunSize, TunedCell, TunedColumns, read_tuned_runs
 
@@ -43,10 +39,6 @@ SURFACE_FORMULA = (
     "ln loss = floor(N, D) + (p w + s v)^2 + (q v)^2, w = (exp(skew u) - 1) / skew, "
     "u = ln(rate / best rate), v = ln(batch / best batch)"
 )
-SURFACE = "surface"
-NEAREST_CELL = "nearest cell"
-MEAN_PAIR = "mean pair"
-PUBLISHED = "Step Law"
 _SAME = 0.02
 """Largest relative difference of N and D of one cell."""
 _MISSES = (
@@ -59,15 +51,9 @@ _MISSES = (
 )
 
 
-class RateBatchFits(ResultRecord):
-    """The document of a fit."""
-
-    document: str = column("content of `fit.json`")
-
-
 def fit_tuned_file(
     config: HyperparameterConfig, progress: Progress = QUIET
-) -> RateBatchFits:
+) -> ForecastFits:
     """Reads runs, fits the surface, and predicts the best pair at every size.
 
     Raises:
@@ -126,7 +112,7 @@ def fit_tuned_file(
         "scores": _scores(predictions),
         "warnings": warnings,
     }
-    return RateBatchFits(document=dumps(document))
+    return ForecastFits(document=dumps(document))
 
 
 def _find_cell(cells: Sequence[TunedCell], size: RunSize) -> TunedCell | None:
@@ -153,15 +139,7 @@ def _prediction(
         data = {"num_params": [size.num_params], "num_tokens": [size.num_tokens]}
         values = predict(loss_law, data, "prediction", config.level)
         loss, low, high = (float(x[0]) for x in values)
-    pairs = {
-        SURFACE: (best.rate, best.batch),
-        NEAREST_CELL: copied_pair(fitted, size),
-        MEAN_PAIR: mean_pair(fitted),
-        PUBLISHED: (
-            STEP_LAW_RATE.value(size),
-            STEP_LAW_BATCH.value(size) / config.batch_tokens,
-        ),
-    }
+    pairs = choose_pairs(fit, fitted, size, config.batch_tokens)
     return {
         "size": size.label,
         "num_params": size.num_params,
@@ -193,23 +171,14 @@ def _measured(
 ) -> dict[str, Any]:
     """Returns the measured pair nearest to each pair, and the loss that it loses."""
     best = cell.best
-    rows: dict[str, Any] = {}
-    for name, (rate, batch) in pairs.items():
-        near = nearest_run(cell, rate, batch)
-        rows[name] = {
-            "rate": float(cell.rate[near]),
-            "batch": float(cell.batch[near]),
-            "loss": float(cell.loss[near]),
-            "lost": float(cell.loss[near] / cell.loss[best] - 1),
-            "rate_factor": math.exp(abs(math.log(rate / cell.rate[best]))),
-            "batch_factor": math.exp(abs(math.log(batch / cell.batch[best]))),
-        }
     excess = cell.loss / cell.loss[best] - 1
     return {
         "best_rate": float(cell.rate[best]),
         "best_batch": float(cell.batch[best]),
         "best_loss": float(cell.loss[best]),
-        "nearest": rows,
+        "nearest": {
+            name: score_pair(cell, *pair)._asdict() for name, pair in pairs.items()
+        },
         "runs": [
             {
                 "rate": float(rate),
@@ -245,7 +214,7 @@ def _scores(predictions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, flo
                 [cell[name]["batch_factor"] for cell in cells]
             ),
         }
-        for name in (SURFACE, NEAREST_CELL, MEAN_PAIR, PUBLISHED)
+        for name in PAIR_CHOICES
     }
 
 
@@ -253,12 +222,12 @@ def _mean_factor(factors: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(factors))))
 
 
-def metrics(result: RateBatchFits) -> dict[str, Any]:
+def metrics(result: ForecastFits) -> dict[str, Any]:
     """Returns the document."""
     return json.loads(result.document)
 
 
-def summary(result: RateBatchFits) -> list[ReportPart]:
+def summary(result: ForecastFits) -> list[ReportPart]:
     """Returns tables of the law, predictions, misses and scores."""
     document = json.loads(result.document)
     rows = [
@@ -361,13 +330,12 @@ def _percent(value: float) -> str:
     return f"{100 * value:.3f} %"
 
 
-def surface_files(result: RateBatchFits) -> dict[str, str]:
+def surface_files(result: ForecastFits) -> dict[str, str]:
     """Returns `fit.json`, and the predictions as a table."""
     document = json.loads(result.document)
+    nested = ("lost_by_miss", "pairs", "measured")
     plain = [
-        {name: y for name, y in x.items() if not isinstance(y, dict)}
+        {name: y for name, y in x.items() if name not in nested}
         for x in document["predictions"]
     ]
-    for row in plain:
-        row.pop("measured", None)
     return {"fit.json": result.document, "predictions.csv": table_text(plain)}

@@ -17,8 +17,8 @@ from scaling.cli.forecasts import (
     hyperparameter_experiment,
     hyperparameters,
 )
-from scaling.cli.forecasts.downstream import TaskFits, fit_task_file
-from scaling.cli.forecasts.hyperparameters import RateBatchFits, fit_tuned_file
+from scaling.cli.forecasts.downstream import ForecastFits, fit_task_file
+from scaling.cli.forecasts.hyperparameters import fit_tuned_file
 from tests.support import figures, smoke
 from tests.support.commands import Command, assert_refused, document
 
@@ -65,7 +65,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def task_fits(ladder: Path) -> TaskFits:
+def task_fits(ladder: Path) -> ForecastFits:
     config = DownstreamConfig(
         log=str(ladder), tasks=TASKS, hold_out="N > 1e9", predict=("7B:4T", str(ladder))
     )
@@ -73,17 +73,17 @@ def task_fits(ladder: Path) -> TaskFits:
 
 
 @pytest.fixture(scope="module")
-def rate_fits(tuned: Path) -> RateBatchFits:
+def rate_fits(tuned: Path) -> ForecastFits:
     config = HyperparameterConfig(
         log=str(tuned),
         hold_out="N > 4e8 and D > 4e10",
         predict=("400M:8B", "2B:100B"),
-        batch_tokens=1024,
+        batch_tokens=1024.0,
     )
     return fit_tuned_file(config)
 
 
-def test_held_out_runs_are_scored_and_sizes_predicted(task_fits: TaskFits) -> None:
+def test_held_out_runs_are_scored_and_sizes_predicted(task_fits: ForecastFits) -> None:
     metrics = downstream.metrics(task_fits)
     rows = metrics["predictions"]
     roles = [row["role"] for row in rows]
@@ -107,17 +107,17 @@ def test_held_out_runs_are_scored_and_sizes_predicted(task_fits: TaskFits) -> No
     assert titles[3:-1] == [f"1600M-{x}xC, predicted" for x in (0.5, 1, 5, 10)]
 
 
-def test_an_infinite_interval_is_unknown(rate_fits: RateBatchFits) -> None:
+def test_an_infinite_interval_is_unknown(rate_fits: ForecastFits) -> None:
     document = json.loads(rate_fits.document)
     (*_, last) = document["predictions"]
     last |= {"rate_low": 0.0, "rate_high": None, "batch_low": 0.0, "batch_high": None}
-    sheets = hyperparameters.summary(RateBatchFits(document=json.dumps(document)))
+    sheets = hyperparameters.summary(ForecastFits(document=json.dumps(document)))
     (pairs,) = (x for x in sheets if isinstance(x, Sheet) and x.title == "best pairs")
     assert [row[2] for row in pairs.rows].count("unknown") == 1
     assert pairs.rows[-1][4] == "unknown"
 
 
-def test_cells_are_scored_beside_baselines(rate_fits: RateBatchFits) -> None:
+def test_cells_are_scored_beside_baselines(rate_fits: ForecastFits) -> None:
     metrics = hyperparameters.metrics(rate_fits)
     held_out, fitted, new = metrics["predictions"]
     assert [x["role"] for x in (held_out, fitted, new)] == [
@@ -130,6 +130,8 @@ def test_cells_are_scored_beside_baselines(rate_fits: RateBatchFits) -> None:
     assert new["rate"] == pytest.approx(rate, rel=0.05)
     assert new["rate_low"] < rate < new["rate_high"]
     assert new["loss_low"] < new["loss"] < new["loss_high"]
+    floor = 1.7 + 400 / 2e9**0.34 + 400 / 1e11**0.28
+    assert new["loss"] == pytest.approx(floor, rel=5e-3)
     assert new["pairs"]["Step Law"]["batch"] == pytest.approx(0.58 * 1e11**0.571 / 1024)
     assert new["lost_by_miss"]["rate x 2"] == pytest.approx(
         np.expm1((0.09 * np.log(2)) ** 2), rel=0.1
@@ -153,7 +155,7 @@ def test_cells_are_scored_beside_baselines(rate_fits: RateBatchFits) -> None:
 
 @pytest.mark.thorough
 def test_the_figures_meet_the_rules(
-    task_fits: TaskFits, rate_fits: RateBatchFits, monkeypatch: pytest.MonkeyPatch
+    task_fits: ForecastFits, rate_fits: ForecastFits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for experiment, result in (
         (downstream_experiment(""), task_fits),

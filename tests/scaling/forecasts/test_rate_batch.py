@@ -1,4 +1,4 @@
-"""The surface over rate and batch: exact recovery, intervals, misses, public runs."""
+"""The surface over rate and batch: exact recovery, intervals, misses."""
 
 import itertools
 
@@ -10,15 +10,14 @@ from scaling.forecasts import (
     STEP_LAW_RATE,
     PowerPair,
     copied_pair,
-    fit_lowest_losses,
     fit_rate_batch,
     lost_by_miss,
     mean_pair,
     nearest_run,
     predict_rate_batch,
+    score_pair,
 )
-from scaling.logs import RunSize, TunedCell, read_tuned_runs
-from tests.support import traces
+from scaling.logs import RunSize, TunedCell
 from tests.support.refusals import refused
 
 RATE = PowerPair(2.0, -0.6, 0.25)
@@ -94,6 +93,11 @@ def test_baselines_copy_the_nearest_cell_and_the_mean() -> None:
     assert mean_pair(cells) == pytest.approx(np.exp(np.mean(logs, axis=0)))
     i = nearest_run(near, near.rate[7] * 1.05, near.batch[7] * 0.95)
     assert i == 7
+    score = score_pair(near, near.rate[7] * 1.05, near.batch[7] * 0.95)
+    assert score[:3] == (near.rate[7], near.batch[7], near.loss[7])
+    assert score.lost == pytest.approx(near.loss[7] / min(near.loss) - 1)
+    ratio = near.rate[7] * 1.05 / near.rate[near.best]
+    assert score.rate_factor == pytest.approx(max(ratio, 1 / ratio))
     # Published: 1.79 N^-0.713 D^0.307, and 0.58 D^0.571 tokens.
     size = RunSize(1e9, 1e11)
     assert STEP_LAW_RATE.value(size) == pytest.approx(1.63e-3, rel=5e-3)
@@ -113,37 +117,3 @@ def test_cells_that_cannot_be_fitted_are_refused_or_named() -> None:
     assert fit.warnings == [
         f"{edge.size.label}: the best learning rate is at the edge of its grid"
     ]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("table", "rule", "num_cells", "most"),
-    [
-        ("steplaw_dense.csv", "N > 5e8", 3, 1e-3),
-        ("steplaw_moe.csv", "D >= 8e9", 4, 1e-3),
-    ],
-)
-def test_public_runs_predict_cells_that_were_left_out(
-    table: str, rule: str, num_cells: int, most: float
-) -> None:
-    cells, num_dropped = read_tuned_runs(
-        traces.find(f"losses2026/{table}"), hold_out=rule
-    )
-    assert num_dropped == 0
-    fitted = [x for x in cells if not x.is_held_out]
-    hidden = [x for x in cells if x.is_held_out]
-    assert len(hidden) == num_cells
-    fit = fit_rate_batch(fitted)
-    lost: dict[str, list[float]] = {"surface": [], "copied": []}
-    for cell in hidden:
-        best = predict_rate_batch(fit, cell.size)
-        pairs = (best.rate, best.batch), copied_pair(fitted, cell.size)
-        for name, pair in zip(lost, pairs, strict=True):
-            near = cell.loss[nearest_run(cell, *pair)]
-            lost[name].append(near / cell.loss.min() - 1)
-        assert best.rate_interval[0] < cell.rate[cell.best] < best.rate_interval[1]
-    assert np.mean(lost["surface"]) < most
-    assert np.mean(lost["surface"]) < np.mean(lost["copied"])
-    law = fit_lowest_losses(fit)
-    assert law is not None
-    assert 1 < law.coefficients["E"] < 2.2

@@ -1,11 +1,10 @@
-"""Two-stage laws of tasks: exact recovery, rehearsed intervals, the public ladder."""
+"""Two-stage laws of tasks: exact recovery, rehearsed intervals."""
 
 import numpy as np
 import pytest
 
 from scaling.forecasts import fit_tasks, predict_tasks
-from scaling.logs import LADDER_TASKS, DownstreamTask, TaskRuns, read_task_runs
-from tests.support import traces
+from scaling.logs import DownstreamTask, TaskRuns
 from tests.support.refusals import refused
 
 TASK = DownstreamTask("quiz", ("loss",), ("accuracy",), (1.0,), 0.25)
@@ -71,25 +70,3 @@ def test_too_few_runs_are_refused_and_two_sizes_warn() -> None:
         fit_tasks((TASK,), make_runs((2e8,)))
     (warning,) = fit_tasks((TASK,), make_runs((2e8, 4e8), noise=0.01)).warnings
     assert "2 sizes allow no rehearsal" in warning
-
-
-@pytest.mark.thorough
-def test_the_public_ladder_predicts_its_largest_size() -> None:
-    tasks = tuple(LADDER_TASKS.values())
-    path = traces.find("losses2026/olmo_ladder_final.csv")
-    runs = read_task_runs(path, tasks, hold_out="N > 2e9")
-    large = runs.select(runs.is_held_out)
-    assert len(large.names) == 6
-    forecasts = fit_tasks(tasks, runs.select(~runs.is_held_out))
-    predictions = predict_tasks(forecasts, large.num_params, large.num_tokens)
-    errors = []
-    lines = []
-    covered = []
-    for name, x in predictions.items():
-        measured = large.accuracy[name]
-        errors.append(np.abs(x.accuracy / measured - 1).mean())
-        lines.append(np.abs(x.log_linear / measured - 1).mean())
-        covered.append(((x.low <= measured) & (measured <= x.high)).mean())
-    assert np.mean(errors) < 0.024
-    assert np.mean(lines) > 1.4 * np.mean(errors)
-    assert 0.8 < np.mean(covered) <= 1

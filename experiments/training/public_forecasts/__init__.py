@@ -1,0 +1,3 @@
+"""Forecasts of accuracy, learning rate and batch, scored on public runs."""
+
+__all__ = []
