@@ -82,12 +82,13 @@ class ModelOptions:
     """LoRA adapter that requests may choose: a folder in the form of peft, or
     NAME=FOLDER; may be given several times."""
     evict: Annotated[
-        Literal["streaming-llm", "h2o", "snapkv", "keydiff"] | None,
+        Literal["streaming-llm", "h2o", "snapkv", "keydiff", "quest"] | None,
         parsing.describe_default("keeps all tokens"),
     ] = None
-    """Rule by which each KV head evicts tokens from the cache."""
+    """Rule by which each KV head evicts tokens from the cache; quest evicts none, and
+    selects the pages that the answer reads."""
     evict_budget: int = 0
-    """Tokens that each head keeps with --evict."""
+    """Tokens that each head keeps, or with quest reads, with --evict."""
     parallel: str = ""
     """Parallel layout in the syntax of `jaxkv cost`: tp=4 divides heads, MLP and
     vocabulary over four devices. A CPU provides as many virtual devices as needed."""

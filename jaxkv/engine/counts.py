@@ -13,6 +13,7 @@ from jaxkv.engine.drafting import Drafter
 from jaxkv.engine.state import ALL_KINDS, EngineConfig, EngineState, RequestKinds
 from jaxkv.ledger import NO_SEQUENCE, Head, PageFacts, RequestColumns
 from jaxkv.memory import (
+    EVICTION_RULES,
     is_shared,
     needs_copy,
     num_pages,
@@ -107,7 +108,7 @@ def observe_engine(
     wanted = (
         counts.waiting_pages + prefix_match.num_idle - prefix_match.num_tokens // size
     )
-    if config.evict is not None:
+    if config.evict in EVICTION_RULES:
         # A prompt that is computed again ends where its tokens are evicted.
         num = jnp.minimum(counts.waiting_tokens, s.prompt_length[first])
         counts = counts._replace(waiting_tokens=num)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from jaxkv import arrays
 from jaxkv.arrays import ArrayOrShape
@@ -199,6 +199,7 @@ def _decode(
         states=locate_states(wanted.state_plan, None, position, config),
         window_ids=state.window_ids,
         adapter=_adapters(state, state.slots.sequence),
+        in_answer=_in_answer(state, state.slots.sequence, position, config),
     )
     result = run(state.pages, rows)
     after = state._replace(pages=result.pages)
@@ -292,6 +293,7 @@ def _tile(packed: _PackedRows, index: int | Array) -> Rows:
         logit_rows=jnp.where(cut(packed.target) >= 0, every, -1),
         states=jax.tree.map(cut, rows.states),
         adapter=None if rows.adapter is None else cut(rows.adapter),
+        in_answer=None if rows.in_answer is None else cut(rows.in_answer),
     )
 
 
@@ -375,6 +377,7 @@ def _pack(
         states=locate_states(wanted.state_plan, slot, position, config),
         window_ids=state.window_ids,
         adapter=_adapters(state, sequence),
+        in_answer=_in_answer(state, sequence, position, config),
     )
     return _PackedRows(rows, target)
 
@@ -385,6 +388,19 @@ def _adapters(
     """Returns the adapters of sequences, 0 for none; None without adapters."""
     adapter = state.sequences.adapter
     return None if adapter is None else arrays.take(adapter, sequence, fill=0)
+
+
+def _in_answer(
+    state: EngineState,
+    sequence: Int32[Array, " rows"],
+    position: Int32[Array, " rows"],
+    config: EngineConfig,
+) -> Bool[Array, " rows"] | None:
+    """Returns True for tokens of answers; None unless "quest" reads it."""
+    if config.evict != "quest":
+        return None
+    prompt = arrays.take(state.sequences.prompt_length, sequence, fill=0)
+    return position >= prompt
 
 
 def _tokens(

@@ -30,7 +30,7 @@ from jaxkv.ledger import (
     SequenceEvents,
     SequenceProgress,
 )
-from jaxkv.memory import Eviction, max_pages
+from jaxkv.memory import EVICTION_RULES, Eviction, max_pages
 from jaxkv.models import NO_EXPERT
 from jaxkv.sampling import Params, make_beams
 from jaxkv.scheduling import RequestAttributes
@@ -116,7 +116,7 @@ def submit(
     size = arrays.reduce_groups(jnp.ones_like(first), first, "add")
     shared, slot_pages = max_pages(r.prompt_length, r.limit, page_size=config.page_size)
     pages = shared[first] + arrays.reduce_groups(slot_pages, first, "add")
-    most = config.max_slots if config.evict is None else 1
+    most = 1 if config.evict in EVICTION_RULES else config.max_slots
     fits &= (size <= most) & (pages <= config.num_pages)
     # A request is refused as a whole.
     taken = ~arrays.reduce_groups(~fits, first, "max")

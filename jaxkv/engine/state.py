@@ -18,6 +18,7 @@ from jaxkv.arrays import ArrayOrShape
 from jaxkv.ledger import Ledger, Slots
 from jaxkv.memory import (
     CONTINUES,
+    EVICTION_RULES,
     NUM_SINKS,
     READS_QUERIES,
     EvictionRule,
@@ -144,9 +145,11 @@ class EngineConfig:
     their pool behind the window; `num_pages` are then those of the remaining layers."""
     evict: EvictionRule | None = None
     """Rule by which each KV head evicts tokens from the cache, see
-    `memory.kv_eviction`; None evicts no token."""
+    `memory.kv_eviction`; None evicts no token. "quest" evicts none either: it selects
+    the pages that tokens of answers read."""
     evict_budget: int = 0
-    """Tokens that each head keeps with `evict`."""
+    """Tokens that each head keeps with `evict`, or with "quest" reads: then a multiple
+    of `page_size`."""
     evict_window: int = 32
     """Last tokens whose attention "snapkv" and "h2o" read; without effect for other
     rules."""
@@ -263,6 +266,7 @@ class EngineConfig:
             "h2o": 2,
             "snapkv": self.evict_window + 1,
             "keydiff": 1,
+            "quest": self.page_size,
         }[self.evict]
         if not low <= self.evict_budget <= self.max_length:
             raise ValueError(
@@ -274,9 +278,18 @@ class EngineConfig:
                 f"evict_window={self.evict_window} must be at least "
                 f"page_size={self.page_size} with evict='h2o'"
             )
+        if self.evict == "quest" and self.evict_budget % self.page_size:
+            raise ValueError(
+                f"evict_budget={self.evict_budget} must be a multiple of "
+                f"page_size={self.page_size} with evict='quest'"
+            )
+        if self.evict == "quest" and self.kv_dtype != "model":
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype!r} must be 'model' with evict='quest'"
+            )
         for name in (
             "prefix_cache",
-            "max_swap_pages",
+            *(["max_swap_pages"] if self.evict in EVICTION_RULES else []),
             "max_beams",
             "max_drafts",
             "record_routes",
@@ -548,7 +561,9 @@ def init(
             f"{config.release_window_pages=} needs pages made with "
             f"release_window_pages={config.release_window_pages}"
         )
-    if (config.evict in READS_QUERIES) != (pages.queries is not None):
+    if (config.evict in READS_QUERIES) != (pages.queries is not None) or (
+        config.evict == "quest"
+    ) != (pages.key_bounds is not None):
         raise ValueError(
             f"{config.evict=} needs pages that `make_model_pages` made for it"
         )
@@ -585,7 +600,7 @@ def init(
             path=jnp.zeros((num, length), jnp.int32),
         )
     table = make_table(slots, config.max_pages_per_slot)
-    if config.evict is not None:
+    if config.evict in EVICTION_RULES:
         table = table._replace(evicted=jnp.zeros_like(table.length))
     return EngineState(
         pages=pages,

@@ -37,10 +37,12 @@ if TYPE_CHECKING:
         READS_QUERIES,
         CachedTokens,
         EvictionRule,
+        PageSelection,
         evict_kv,
         eviction_due,
         feeding_end,
         query_places,
+        quest,
         write_queries,
     )
     from jaxkv.memory.kv_layout import (

@@ -10,8 +10,13 @@ Evictions happen at lengths that depend on the request alone: at the end of a pr
 above the budget, and, by rules that continue, whenever the cache has `budget +
 page_size` tokens. Steps end their rows there, so a request keeps the same tokens for
 any chunks, batch and preemption by recomputation.
+
+Quest evicts no token: the pages have a `PageSelection` as their layout, which lets a
+token of an answer attend to the pages with the largest bounds of its products only.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -22,10 +27,25 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxkv import arrays, validation
 from jaxkv.memory.demand import Size
-from jaxkv.memory.kv_pages import Pages, Rows, slots_of
-from pallas_kernels.layered import Layer
+from jaxkv.memory.kv_layout import KVLayout
+from jaxkv.memory.kv_pages import (
+    Pages,
+    Rows,
+    flatten_layers,
+    locate,
+    slots_of,
+    unflatten_layers,
+)
+from jaxkv.memory.page_pool import NO_PAGE
+from pallas_kernels.layered import Layer, flat_ids
+from pallas_kernels.paged_attention import (
+    PagedKV,
+    RowView,
+    ScoreTransform,
+    paged_attention,
+)
 
-EvictionRule = Literal["streaming-llm", "h2o", "snapkv", "keydiff"]
+EvictionRule = Literal["streaming-llm", "h2o", "snapkv", "keydiff", "quest"]
 
 NUM_SINKS = 4
 """First tokens that StreamingLLM keeps (its section 3.2)."""
@@ -119,6 +139,7 @@ EVICTION_RULES: dict[
     "snapkv": snapkv,
     "keydiff": keydiff,
 }
+"""The rules that evict tokens."""
 READS_QUERIES = ("h2o", "snapkv")
 """Rules that read the queries of the last tokens."""
 CONTINUES = ("streaming-llm", "h2o", "keydiff")
@@ -310,3 +331,134 @@ def _compact(
     assert attention is not None
     values = jnp.take_along_axis(attention, selected, axis=1)
     return pages._replace(attention=sums.at[at(target)].set(values))
+
+
+@validation.checks_numbers()
+def quest(
+    queries: Float[Array, "kv_heads group head_dim"],
+    bounds: Float[Array, "columns kv_heads 2 head_dim"],
+    last: Int32[Array, ""],
+    num_pages: int,
+) -> Int32[Array, "kv_heads num_pages"]:
+    """Selects the pages that each KV head of a token reads: the last, and the best.
+
+    A page's score is an upper bound of the products with its keys: in each channel the
+    larger of the query times the smallest and times the largest number, summed over the
+    channels. Query heads of one KV head share the selection, by the sum of their
+    bounds; in the paper, each head selects.
+
+    Args:
+      queries: queries of the token.
+      bounds: largest keys, and largest negated keys, of each page of the request.
+      last: column of the token's own page, at least `num_pages` - 1.
+      num_pages: number of pages to select, static.
+
+    Returns:
+      Columns of the page table, in order; the last one is `last`.
+
+    Source: Tang et al. 2024, arXiv:2406.10774, section 3.3 and algorithm 1.
+    """
+    queries = queries.astype(jnp.float32)
+    # A positive query has its largest product with the largest key, a negative one with
+    # the smallest key.
+    signed = jnp.stack([jnp.maximum(queries, 0), jnp.maximum(-queries, 0)], axis=2)
+    signed = jnp.sum(signed, axis=1)
+    scores = jnp.sum(signed[None] * bounds.astype(jnp.float32), axis=(2, 3)).T
+    column = jnp.arange(bounds.shape[0], dtype=jnp.int32)[None, :]
+    scores = jnp.where(column == last, jnp.inf, scores)
+    return select_tokens(scores, last + 1, num_pages)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class PageSelection(KVLayout):
+    """The layout of "quest": rows of answers attend to selected pages only.
+
+    Rows of prompts, and rows with at most `num_selected` pages, attend to all pages. A
+    row's selection depends on full pages before its own, thus not on chunks and batch.
+    `Pages.key_bounds` has the bounds of the keys, and `Rows.in_answer` marks the rows.
+    """
+
+    num_selected: int = 1
+    """Pages that each KV head reads."""
+
+    def write(
+        self,
+        pages: Pages,
+        layer: Layer,
+        k: Float[Array, "rows kv_heads head_dim"],
+        v: Float[Array, "rows kv_heads value_width"] | None,
+        rows: Rows,
+    ) -> Pages:
+        """Writes K and V of rows, and updates the bounds of their pages."""
+        pages = super().write(pages, layer, k, v, rows)
+        assert pages.key_bounds is not None
+        page, offset = locate(rows, page_size=pages.page_size)
+        sizes = {"num_layers": pages.num_layers, "num_pages": pages.num_pages}
+        ids = flat_ids(page, layer, **sizes)
+        bounds = flatten_layers(pages.key_bounds)
+        new = jnp.stack([k, -k], axis=2).astype(bounds.dtype)
+        # The first token of a page replaces the bounds of the page's former tokens.
+        bounds = arrays.put(bounds, jnp.where(offset == 0, ids, -1), new)
+        bounds = arrays.put(bounds, ids, new, "max")
+        bounds = unflatten_layers(bounds, pages.key_bounds.shape)
+        return pages._replace(key_bounds=bounds)
+
+    def attend(
+        self,
+        pages: Pages,
+        layer: Layer,
+        q: Float[Array, "rows q_heads head_dim"],
+        rows: Rows,
+        *,
+        scoring: ScoreTransform | None = None,
+        numerics: Literal["fast", "reproducible"] = "fast",
+        **options: object,
+    ) -> Float[Array, "rows q_heads head_dim"]:
+        """Computes attention as `KVLayout.attend`, of some rows over selected pages.
+
+        Other `options` have no effect: the engine refuses windows and meshes, and the
+        plan of all rows does not fit.
+        """
+        size = pages.page_size
+        bounds = pages.key_bounds
+        assert bounds is not None
+        assert rows.in_answer is not None
+        selects = rows.in_answer & (rows.places // size >= self.num_selected)
+        dense = rows._replace(position=jnp.where(selects, -1, rows.position))
+        out = super().attend(pages, layer, q, dense, scoring=scoring, numerics=numerics)
+        # As many rows at a time as there are slots: one pass for a step of decoding.
+        num = rows.page_ids.shape[0]
+        due = arrays.marked_indices(selects, -(-q.shape[0] // num) * num)
+        slot = slots_of(rows)
+        heads = pages.num_kv_heads
+        head = jnp.arange(heads, dtype=jnp.int32)[None, :, None]
+        # Every KV head of a page becomes a page of one head.
+        k, v = (x.reshape(-1, 1, *x.shape[3:]) for x in (pages.k, pages.v))
+        kv = PagedKV(k, v, layer=layer, num_layers=pages.num_layers)
+
+        def attend_rows(index: Array, out: Array) -> Array:
+            row = lax.dynamic_slice_in_dim(due, index * num, num)
+            place = arrays.take(rows.places, row, fill=-1)
+            ids = rows.page_ids[slot[row]]
+            queries = q[row].reshape(num, heads, -1, q.shape[2])
+            page_bounds = arrays.take(bounds, (layer, ids), fill=0)
+            last = jnp.maximum(place // size, self.num_selected - 1)
+            select = functools.partial(quest, num_pages=self.num_selected)
+            columns = jax.vmap(select)(queries, page_bounds, last)
+            selected = jnp.take_along_axis(ids[:, None, :], columns, axis=2)
+            selected = jnp.where(selected < 0, NO_PAGE, selected * heads + head)
+            # Places among the selected pages, of which the row's own is the last.
+            place = (self.num_selected - 1) * size + place % size
+            place = jnp.where(row >= 0, place, -1)
+            state = paged_attention(
+                queries.reshape(num * heads, -1, q.shape[2]),
+                kv,
+                RowView(selected.reshape(num * heads, -1), jnp.repeat(place, heads)),
+                scoring,
+                numerics=numerics,
+            )
+            return arrays.put(out, row, state.out.reshape(num, -1, q.shape[2]))
+
+        num_trips = (jnp.sum(selects, dtype=jnp.int32) + num - 1) // num
+        return lax.fori_loop(0, num_trips, attend_rows, out)

@@ -1,10 +1,10 @@
 """Pages of the KV cache, all layers: leaves, rows written to them, copies of pages.
 
 Leaves. Every leaf of `Pages` begins with `[layers, pages, heads, page_size]`; a page id
-addresses token places in all leaves. Functions that copy, move, swap or send pages map
-over the leaves. Only a `KVLayout` knows the content of a leaf, see `kv_layout`. Inside
-a page the heads come before the tokens, so that one head's keys of a page are
-contiguous.
+addresses token places in all leaves, and in `key_bounds` the page. Functions that copy,
+move, swap or send pages map over the leaves. Only a `KVLayout` knows the content of a
+leaf, see `kv_layout`. Inside a page the heads come before the tokens, so that one
+head's keys of a page are contiguous.
 
 In place. The pages are the largest arrays in memory and must never be copied. Donate
 them to the outermost `jit`, and carry them through loops: a `lax.scan` with pages as
@@ -82,6 +82,8 @@ class Pages(NamedTuple):
     of `memory.kv_eviction` that read them."""
     attention: Float[Array, "layers pages kv_heads page_size"] | None = None
     """Attention that each token got so far, for "h2o" of `memory.kv_eviction`."""
+    key_bounds: Float[Array, "layers pages kv_heads 2 head_dim"] | None = None
+    """Largest keys, and largest negated keys, of each page, for "quest"."""
 
     @property
     def by_page(self) -> "Pages":
@@ -172,6 +174,8 @@ class Rows(NamedTuple):
     """The page table of `Pages.windowed`; None without such pages."""
     adapter: Int32[Array, " rows"] | None = None
     """Adapter of each row, from 1 on; 0, or None for all rows, without one."""
+    in_answer: Bool[Array, " rows"] | None = None
+    """True if the row's token is of an answer, for "quest"; None without it."""
 
     @property
     def places(self) -> Int32[Array, " rows"]:

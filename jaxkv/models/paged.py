@@ -78,6 +78,11 @@ class PageConfig(Protocol):
         ...
 
     @property
+    def evict_budget(self) -> int:
+        """Tokens that each head keeps or reads."""
+        ...
+
+    @property
     def evict_window(self) -> int:
         """Last tokens whose queries the rule reads."""
         ...
@@ -190,6 +195,13 @@ def make_model_pages(
     if engine.evict == "h2o":
         size = config.num_layers, engine.num_pages, heads, engine.page_size
         pages = pages._replace(attention=jnp.zeros(size, jnp.float32))
+    if engine.evict == "quest":
+        size = config.num_layers, engine.num_pages, heads, 2, width
+        num_selected = engine.evict_budget // engine.page_size
+        pages = pages._replace(
+            layout=memory.PageSelection(num_selected=num_selected),
+            key_bounds=jnp.zeros(size, dtype),
+        )
     if config.recurrence is None:
         return pages
     shape = len(config.recurrent_layers), engine.num_states
@@ -207,7 +219,7 @@ def _check_eviction(config: ModelConfig, rule: memory.EvictionRule) -> None:
         obstacle = "with sliding windows"
     elif config.has_special_layers:
         obstacle = "whose layers have sizes of their own or share K and V"
-    elif rule in memory.READS_QUERIES and (
+    elif rule in (*memory.READS_QUERIES, "quest") and (
         config.sinks or config.score_cap is not None
     ):
         obstacle = "with sinks or capped scores"

@@ -18,7 +18,7 @@ from jaxkv.engine import (
     Speculation,
     Verifier,
 )
-from jaxkv.memory import Eviction, Pages
+from jaxkv.memory import EVICTION_RULES, Eviction, Pages
 from jaxkv.models import Forward
 from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
@@ -222,7 +222,7 @@ def _check_answers(
             f"{ask.num_sequences} answers of one request must be at most "
             f"{config.max_slots=}"
         )
-    if ask.num_sequences > 1 and config.evict is not None:
+    if ask.num_sequences > 1 and config.evict in EVICTION_RULES:
         raise ValueError(
             f"{ask.num_sequences} answers of one request must be 1 with "
             f"evict={config.evict!r}"

@@ -80,14 +80,16 @@ class Capacity(NamedTuple):
 
         Args:
           evict: rule of KV eviction, as in `EngineConfig`, which determines when tokens
-            are evicted.
+            are evicted; "quest" evicts none and changes nothing.
           budget: tokens that stay, at least 1.
 
         Raises:
           ValueError: there is no such rule, or the budget is below 1.
         """
-        validation.choice("evict", evict, tuple(EVICTION_RULES))
+        validation.choice("evict", evict, (*EVICTION_RULES, "quest"))
         tokens = jnp.int32(validation.integer("budget", budget, low=1))
+        if evict == "quest":  # evicts no token
+            return self
         limit = jnp.int32(NO_LIMIT)
         if evict in CONTINUES:
             limit = tokens + self.page_size

@@ -71,8 +71,20 @@ class MaskedCache(NamedTuple):
 
 
 @functools.cache
-def _feeder(config: ModelConfig) -> Any:
-    """Returns a compiled function that feeds one token to all layers."""
+def _feeder(config: ModelConfig, num_pages: int = 0, page_size: int = 0) -> Any:
+    """Returns a compiled function that feeds one token to all layers.
+
+    With `num_pages`, a head sees only the tokens of the pages that Quest selects.
+    """
+
+    def seen_pages(keys: Any, queries: Any, position: Any) -> np.ndarray:
+        keys, queries = (np.asarray(x, np.float64) for x in (keys, queries))
+        is_seen = np.zeros((keys.shape[1], keys.shape[0] // page_size), bool)
+        for head in range(keys.shape[1]):
+            known = keys[: position + 1, head]
+            selected = select_pages(known, queries[head], num_pages, page_size)
+            is_seen[head, selected] = True
+        return np.repeat(is_seen, page_size, axis=1)
 
     def attend(layer: Any, qkv: Any, angles: Any, carry: Any) -> Any:
         cache, position = carry
@@ -86,7 +98,12 @@ def _feeder(config: ModelConfig) -> Any:
         )
         grouped = q.reshape(k.shape[0], -1, k.shape[1])
         scores = jnp.einsum("hgd,thd->hgt", grouped, cache.k[layer.index])
-        is_seen = cache.is_seen[layer.index][:, None, :]
+        is_seen = cache.is_seen[layer.index]
+        if num_pages:
+            shape = jax.ShapeDtypeStruct(is_seen.shape, bool)
+            call = cache.k[layer.index], grouped, position
+            is_seen &= jax.pure_callback(seen_pages, shape, *call)
+        is_seen = is_seen[:, None, :]
         weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
         y = jnp.einsum("hgt,thd->hgd", weights, cache.v[layer.index])
         return y[..., None], (cache, position)
@@ -124,12 +141,18 @@ def generate(
         # A copy, since the computation may read it later.
         cache = cache._replace(is_seen=is_seen.copy())
         places = jnp.int32(tokens[position]), jnp.int32(position)
-        scores, cache = _feeder(config)(params, *places, cache)
+        feed = _feeder(config)
+        if rule == "quest" and position >= len(prompt):
+            size = engine.page_size
+            feed = _feeder(config, budget // size, size)
+        scores, cache = feed(params, *places, cache)
         num_fed = position + 1
         if num_fed >= len(prompt):
             tokens.append(int(jnp.argmax(scores)))
             logprobs.append(float(scores[tokens[-1]]))
         length = int(is_seen[0, 0].sum())
+        if rule == "quest":
+            continue
         again = rule != "snapkv" and num_fed > len(prompt)
         due = num_fed == len(prompt) and length > budget
         if not (due or (again and length >= budget + engine.page_size)):
@@ -148,3 +171,16 @@ def generate(
             is_seen[layer, head, place[kept]] = True
         fed_at_eviction = num_fed
     return tokens[len(prompt) :], logprobs
+
+
+def select_pages(
+    keys: np.ndarray, queries: np.ndarray, num_pages: int, page_size: int
+) -> list[int]:
+    """Pages that a head reads under Quest; `queries` are those of one token."""
+    last = (len(keys) - 1) // page_size
+    bounds = np.full(last + 1, np.inf)
+    for page in range(last):
+        content = keys[page * page_size : (page + 1) * page_size]
+        low, high = queries * content.min(axis=0), queries * content.max(axis=0)
+        bounds[page] = np.maximum(low, high).sum()
+    return largest(bounds, num_pages)

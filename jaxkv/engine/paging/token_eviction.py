@@ -1,6 +1,7 @@
 """KV eviction in the engine: when it happens, and the pages that return.
 
-Without `EngineConfig.evict` these functions have no effect. See `memory.kv_eviction`.
+These functions have no effect unless `EngineConfig.evict` is one of
+`memory.EVICTION_RULES`. See `memory.kv_eviction`.
 """
 
 import functools
@@ -35,7 +36,7 @@ def evict_tokens(
 ) -> EngineState:
     """Evicts tokens of slots where it is due, and releases their last pages."""
     table = state.table
-    if config.evict is None:
+    if config.evict not in memory.EVICTION_RULES:
         return state
     runs = ledger.is_running(state.slots) & ~has_ended
     prompt = arrays.take(state.sequences.prompt_length, state.slots.sequence, fill=0)

@@ -55,6 +55,12 @@ EVERYTHING = {"prefix_cache": True, "max_beams": 4, "max_swap_pages": LARGE}
             id="one slot, small pages",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {"evict": "quest", "evict_budget": 32},
+            "fast",
+            id="quest",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(EVERYTHING, "fast", id="everything", marks=pytest.mark.slow),
         pytest.param(
             EVERYTHING,

@@ -33,6 +33,14 @@ EVICTING = dataclasses.replace(
 LENGTHS = [(31, 20), (9, 30), (BUDGET + 4, 24), (23, 1)]
 
 
+RULES = (*EVICTION_RULES, "quest")
+
+
+def evicting(rule: Any) -> EngineConfig:
+    budget = 12 if rule == "quest" else BUDGET
+    return dataclasses.replace(EVICTING, evict=rule, evict_budget=budget)
+
+
 def asks() -> list[engines.Ask]:
     rng = np.random.default_rng(3)
     return [
@@ -48,9 +56,9 @@ def expected(ask: engines.Ask, config: EngineConfig) -> tuple[list[int], list[fl
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rule", EVICTION_RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_answers_are_those_of_a_model_with_masks(rule: Any) -> None:
-    config = dataclasses.replace(EVICTING, evict=rule)
+    config = evicting(rule)
     run = engines.serve(asks(), config)
     for ask in asks():
         tokens, logprobs = expected(ask, config)
@@ -60,10 +68,10 @@ def test_answers_are_those_of_a_model_with_masks(rule: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", EVICTION_RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_tokens_do_not_depend_on_chunks_batch_and_preemption(rule: Any) -> None:
     """A preempted request evicts the same tokens again, bit for bit."""
-    config = dataclasses.replace(EVICTING, evict=rule, numerics="reproducible")
+    config = dataclasses.replace(evicting(rule), numerics="reproducible")
     alone = engines.serve(asks(), dataclasses.replace(config, max_slots=1))
     tight = dataclasses.replace(config, num_pages=13)
     policy = scheduling.fcfs(chunk_size=5, watermark=0, hold_new=False)
@@ -73,6 +81,44 @@ def test_tokens_do_not_depend_on_chunks_batch_and_preemption(rule: Any) -> None:
         assert outcome.tokens == alone.outcomes[name].tokens
         np.testing.assert_array_equal(outcome.logprobs, alone.outcomes[name].logprobs)
     assert run.info.used_pages.max() <= 13
+
+
+@pytest.mark.slow
+def test_quest_keeps_all_pages() -> None:
+    """With a budget for all pages an answer has the same bits, with any the same pages.
+
+    Pages that several answers share, copy or swap carry their bounds.
+    """
+    quest = dataclasses.replace(evicting("quest"), numerics="reproducible")
+    plain = engines.serve(
+        asks(), dataclasses.replace(quest, evict=None, evict_budget=0)
+    )
+    wide = engines.serve(asks(), dataclasses.replace(quest, evict_budget=64))
+    narrow = engines.serve(asks(), quest)
+    for name, outcome in plain.outcomes.items():
+        assert outcome.tokens == wide.outcomes[name].tokens
+        np.testing.assert_array_equal(outcome.logprobs, wide.outcomes[name].logprobs)
+    np.testing.assert_array_equal(plain.info.used_pages, narrow.info.used_pages)
+    assert any(plain.outcomes[x].tokens != y.tokens for x, y in narrow.outcomes.items())
+
+    group = [
+        engines.Ask(9, asks()[0].prompt, Sampling(n=2, max_tokens=30, seed=4)),
+        engines.Ask(8, asks()[1].prompt, Sampling(n=2, max_tokens=30, seed=5)),
+    ]
+    swapping = dataclasses.replace(quest, max_slots=4, num_pages=24, max_swap_pages=24)
+    policy = scheduling.fcfs(chunk_size=5, preemption="swap", hold_new=False)
+    swapped = engines.serve(group, swapping, policy)
+    assert swapped.info.num_swapped_out.sum() > 0
+    alone = engines.serve(group[:1], quest)
+    alone = alone.outcomes | engines.serve(group[1:], quest).outcomes
+    assert swapped.outcomes.keys() == alone.keys()
+    for name, outcome in alone.items():
+        assert swapped.outcomes[name].tokens == outcome.tokens
+
+
+def test_the_simulator_counts_all_pages_under_quest() -> None:
+    bounds = simulations.capacity(EVICTING)
+    assert bounds.with_eviction("quest", 12) is bounds
 
 
 @pytest.mark.slow
@@ -108,6 +154,19 @@ REFUSED: dict[str, dict[str, Any]] = {
         "evict_budget": 6,
     },
     "evict_budget=14 must be 0 without evict": {"evict": None},
+    "evict_budget=14 must be a multiple of page_size=4 with evict='quest'": {
+        "evict": "quest"
+    },
+    "kv_dtype='int8' must be 'model' with evict='quest'": {
+        "evict": "quest",
+        "evict_budget": 12,
+        "kv_dtype": "int8",
+    },
+    "prefix_cache=True must be False with evict='quest'": {
+        "evict": "quest",
+        "evict_budget": 12,
+        "prefix_cache": True,
+    },
     "evict_window=3 must be at least page_size=4 with evict='h2o'": {
         "evict": "h2o",
         "evict_window": 3,

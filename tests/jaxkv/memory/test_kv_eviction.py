@@ -127,3 +127,69 @@ def test_tokens_move_by_head_in_all_leaves(kv_dtype: Any) -> None:
                 kept = evictions.select("keydiff", keys, keys, keys, 6)
                 np.testing.assert_array_equal(old[1, kept, head], new[1, :6, head])
                 np.testing.assert_array_equal(old[1, 6:, head], new[1, 6:, head])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quest_selects_the_pages_of_the_paper(dtype: Any) -> None:
+    """Tokens come in chunks, and one page has had another sequence before."""
+    num_selected, length = 3, 22
+    pages = make_pages(
+        num_layers=2,
+        num_pages=9,
+        num_kv_heads=HEADS,
+        page_size=SIZE,
+        head_dim=WIDTH,
+        dtype=dtype,
+    )._replace(
+        layout=memory.PageSelection(num_selected=num_selected),
+        key_bounds=jnp.full((2, 9, HEADS, 2, WIDTH), 99.0, dtype),
+    )
+    table = jnp.array([[3, 1, 8, 0, 5, 2], [6, 7, 4, -1, -1, -1]], jnp.int32)
+    keys, values = (
+        jnp.asarray(draw(seed, length, HEADS, WIDTH), dtype) for seed in (1, 2)
+    )
+    for start, end in ((0, 7), (7, 8), (8, 21), (21, 22)):
+        position = jnp.arange(start, end, dtype=jnp.int32)
+        rows = Rows(
+            token=position,
+            position=position,
+            slot=jnp.zeros_like(position),
+            page_ids=table,
+            logit_rows=position[:1],
+        )
+        part = slice(start, end)
+        pages = pages.layout.write(pages, 1, keys[part], values[part], rows)
+    queries = draw(4, 2, 2 * HEADS, WIDTH)
+    rows = Rows(
+        token=jnp.zeros(2, jnp.int32),
+        position=jnp.array([length - 1, -1], jnp.int32),
+        slot=None,
+        page_ids=table,
+        logit_rows=jnp.zeros(1, jnp.int32),
+        in_answer=jnp.array([True, False]),
+    )
+    out = pages.layout.attend(pages, 1, jnp.asarray(queries, dtype), rows)
+    k, v, q = (np.asarray(x, np.float64) for x in (keys, values, queries))
+    assert pages.key_bounds is not None
+    for head in range(HEADS):
+        grouped = np.asarray(jnp.asarray(q[0], dtype), np.float64)
+        grouped = grouped.reshape(HEADS, 2, WIDTH)[head]
+        expected = evictions.select_pages(k[:, head], grouped, num_selected, SIZE)
+        selected = memory.quest(
+            jnp.asarray(queries[0], dtype).reshape(HEADS, 2, WIDTH),
+            pages.key_bounds[1, table[0]],
+            jnp.int32((length - 1) // SIZE),
+            num_selected,
+        )
+        assert selected[head].tolist() == expected
+        assert expected[-1] == 5
+        token = np.flatnonzero(np.isin(np.arange(length) // SIZE, expected))
+        scores = grouped @ k[token, head].T / np.sqrt(WIDTH)
+        weights = np.exp(scores)
+        weights /= weights.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(
+            np.asarray(out[0].reshape(HEADS, 2, WIDTH)[head], np.float64),
+            weights @ v[token, head],
+            atol=1e-5 if dtype == "float32" else 2e-2,
+        )
+    np.testing.assert_array_equal(out[1], 0)
