@@ -202,7 +202,9 @@ finish_s = driver.simulate(members, max_slots=1, head=4).finish_s[0]
 served = [tenants[i] for i in np.argsort(finish_s)]
 assert served == [0, 2, 5, 9], served
 
-backend = types.SimpleNamespace(model_name="tiny", tokenizer=None, max_length=64)
+backend = types.SimpleNamespace(
+    model_name="tiny", tokenizer=None, max_length=64, adapters=()
+)
 body = b'{"prompt": [7, 8], "tenant": 3}'
 request = openai_requests.parse_completion(body, {}, backend, 1.0)
 assert request.attributes == jaxkv.RequestAttributes(tenant=3)

@@ -18,14 +18,21 @@ from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import (
     counts,
     drafting,
-    emitting,
     groups,
     model_runner,
     paging,
     plan_application,
 )
 from jaxkv.engine.drafting import Drafter, Drafts, Speculation, VerifyOutput
-from jaxkv.engine.emitting import LogitsFn
+from jaxkv.engine.emitting import (
+    LogitsFn,
+    SamplerOutput,
+    advance_grammars,
+    constrain_logits,
+    emit,
+    follow_drafts,
+    record_routes,
+)
 from jaxkv.engine.paging import StatePlan
 from jaxkv.engine.state import (
     ALL_KINDS,
@@ -190,7 +197,7 @@ def step(
         state, drafts = drafting.propose(
             params, state, applied.granted, drafter, config
         )
-        drafts = emitting.follow_drafts(state, drafts, grammars)
+        drafts = follow_drafts(state, drafts, grammars)
     # Drafts are fed after the rows of their slot; `num_rows` excludes them.
     forks = groups.find_forks(state, num_rows, kinds)
     state, state_plan = paging.plan_states(
@@ -212,12 +219,12 @@ def step(
             state, num_rows, forks, config, kinds, state_plan
         )
     has_logits = (num_rows > 0) | (forks >= 0)
-    logits_fn = emitting.constrain_logits(logits_fn, grammars)
+    logits_fn = constrain_logits(logits_fn, grammars)
     with jax.named_scope("emit"):
-        state, emitted = emitting.emit(
+        state, emitted = emit(
             state, has_logits, result, logits_fn, config, speculation, drafts, kinds
         )
-    state = emitting.advance_grammars(state, emitted, grammars)
+    state = advance_grammars(state, emitted, grammars)
     if drafter is not None:
         state = _accept(state, emitted, applied, drafts, drafter, state_plan, config)
     state = paging.trim_windows(state, config)
@@ -240,7 +247,7 @@ def step(
 @jax.named_scope("accept")
 def _accept(
     state: EngineState,
-    emitted: emitting.SamplerOutput,
+    emitted: SamplerOutput,
     applied: plan_application.AppliedPlan,
     drafts: Drafts | None,
     drafter: Drafter,
@@ -295,7 +302,7 @@ def _compact_accepted_path(state: EngineState, verified: VerifyOutput) -> Engine
 def _info(
     planned: EngineState,
     applied: plan_application.AppliedPlan,
-    emitted: emitting.SamplerOutput,
+    emitted: SamplerOutput,
     state: EngineState,
     config: EngineConfig,
     kinds: RequestKinds,
@@ -500,7 +507,7 @@ def _audit(state: EngineState, config: EngineConfig) -> Violations:
 @jax.named_scope("retire")
 def _retire(
     state: EngineState,
-    emitted: emitting.SamplerOutput,
+    emitted: SamplerOutput,
     holds_finished: bool,
     eviction: Eviction | None,
 ) -> EngineState:
@@ -519,7 +526,7 @@ def _retire(
         books = state.ledger
         length = state.table.position
         ended = reason != NOT_ENDED
-        state = emitting.record_routes(state, ended)
+        state = record_routes(state, ended)
         row = jnp.where(ended, state.slots.sequence, NO_SEQUENCE)
         books = ledger.note_events(books, begins, ended, length)
         progress = ledger.PROGRESS.write(
