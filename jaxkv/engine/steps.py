@@ -33,7 +33,7 @@ from jaxkv.engine.emitting import (
     follow_drafts,
     record_routes,
 )
-from jaxkv.engine.paging import StatePlan
+from jaxkv.engine.paging import StatePlan, evict_tokens
 from jaxkv.engine.state import (
     ALL_KINDS,
     NOT_ENDED,
@@ -228,7 +228,7 @@ def step(
     if drafter is not None:
         state = _accept(state, emitted, applied, drafts, drafter, state_plan, config)
     state = paging.trim_windows(state, config)
-    state = paging.evict_tokens(state, emitted.reason != NOT_ENDED, config)
+    state = evict_tokens(state, emitted.reason != NOT_ENDED, config)
     state = _retire(state, emitted, scheduling.holds_finished(policy), eviction)
     info = _info(planned, applied, emitted, state, config, kinds)
     if config.debug:
