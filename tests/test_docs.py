@@ -29,13 +29,17 @@ DOCS = ROOT / "docs"
 QUICK = {"tutorials/scaling_law.md"}
 """Pages whose programs are quick; those of all other pages are thorough or slow."""
 SLOW = {
+    "topics/policy_optimisation.md",
     "tutorials/adapters.md",
+    "tutorials/constrained_answers.md",
+    "tutorials/find_a_policy.md",
     "tutorials/kv_memory.md",
     "tutorials/ladder.md",
     "tutorials/replay_an_incident.md",
     "tutorials/reward.md",
     "tutorials/see_a_run.md",
     "tutorials/snapshots.md",
+    "tutorials/speculation.md",
 }
 """Pages whose programs are slow."""
 PACKAGES = {"jaxkv", "pallas_kernels", "scaling", "experiments"}

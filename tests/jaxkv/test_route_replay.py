@@ -138,18 +138,14 @@ def test_replay_has_the_gradient_of_the_ordinary_forward_pass() -> None:
     assert np.abs(ours["layers"][1]["mixture"]["router"]["weight"]).max() > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "setup"),
     [
         ("bfloat16", setup_of("recompute")),
-        pytest.param(
-            "float32",
-            setup_of("drafts")._replace(method="early-exit"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("float32", setup_of("swap"), marks=pytest.mark.slow),
-        pytest.param("bfloat16", setup_of("small pages"), marks=pytest.mark.slow),
+        ("float32", setup_of("drafts")._replace(method="early-exit")),
+        ("float32", setup_of("swap")),
+        ("bfloat16", setup_of("small pages")),
     ],
 )
 def test_recorded_routes_are_those_of_score(dtype: str, setup: EngineSetup) -> None:

@@ -88,7 +88,8 @@ def test_score_has_the_same_bits_with_the_runs_of_an_engine(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "load", [pytest.param(LOADS[1], marks=pytest.mark.slow), *LOADS[2:]]
+    "load",
+    [*(pytest.param(x, marks=pytest.mark.slow) for x in LOADS[1:-1]), LOADS[-1]],
 )
 def test_the_order_of_requests_changes_no_bit(load: str) -> None:
     params = params_of(DENSE)
@@ -102,9 +103,6 @@ def test_the_order_of_requests_changes_no_bit(load: str) -> None:
     ("family", "dtype", "setup"),
     [
         ("dense", "bfloat16", setup_of("large pages", num_pages=6)),
-        ("dense", "float32", SETUPS["swap"]),
-        ("dense", "bfloat16", setup_of(max_drafts=3)._replace(method="early-exit")),
-        ("experts", "float32", SETUP),
         (
             "latent",
             "float32",
@@ -114,6 +112,13 @@ def test_the_order_of_requests_changes_no_bit(load: str) -> None:
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("dense", "float32", SETUPS["swap"]),
+                (
+                    "dense",
+                    "bfloat16",
+                    setup_of(max_drafts=3)._replace(method="early-exit"),
+                ),
+                ("experts", "float32", SETUP),
                 ("dense", "bfloat16", SETUP),
                 ("dense", "float32", SETUPS["small pages"]),
                 ("dense", "float32", SETUPS["drafts"]),
@@ -136,7 +141,9 @@ def test_any_engine_reports_the_bits_of_score(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
+)
 def test_an_engine_on_two_devices_reports_the_bits_of_score(
     tmp_path: Any, dtype: str
 ) -> None:
@@ -157,7 +164,13 @@ def test_an_engine_on_two_devices_reports_the_bits_of_score(
     "config",
     [
         dataclasses.replace(DENSE, num_layers=1),
-        *(pytest.param(x, marks=pytest.mark.thorough) for x in FAMILIES.values()),
+        *(
+            pytest.param(
+                config,
+                marks=pytest.mark.thorough if name == "latent" else pytest.mark.slow,
+            )
+            for name, config in FAMILIES.items()
+        ),
     ],
 )
 def test_score_has_the_gradient_of_the_ordinary_forward_pass(

@@ -148,7 +148,7 @@ def test_a_piece_cut_by_the_time_limit_does_not_count_as_failed(call: Any) -> No
     assert [(x["name"], x["tries"]) for x in rows] == [("first0", 1), ("long0", 1)]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_worker_answers_until_it_fails_or_is_killed(tmp_path: Path) -> None:
     """Asks for a known feature, an unknown one, and one after the failure."""
     words = ("correctness", "tiny", tmp_path)

@@ -353,10 +353,8 @@ def test_commands_work_without_extras_and_name_missing_ones(tmp_path: Path) -> N
     ], ran.stderr
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.skipif(not HAS_EXTRA or not HAS_RAY, reason="needs extras 'serve', 'ray'")
 def test_a_signal_ends_the_command_while_its_workers_start(
     tmp_path: Path, popen: Callable[..., subprocess.Popen[str]], number: signal.Signals

@@ -103,7 +103,7 @@ class LocalLauncher:
         handle.local.close()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_workers_answer_as_one_engine() -> None:
     async def run() -> None:
         launcher = LocalLauncher()

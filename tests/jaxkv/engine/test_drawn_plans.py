@@ -123,7 +123,13 @@ def check_engine(name: str, seed: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "drafts" else ())
+        for name in CONFIGS
+    ],
+)
 def test_drawn_plans_change_no_token(name: str) -> None:
     for seed in range(12):
         check_engine(name, seed)

@@ -93,8 +93,8 @@ def test_swapped_groups_keep_their_states(kind: str) -> None:
     assert not run.state.states.ref.any()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("cached", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", [True, False])
 def test_rejected_drafts_leave_no_trace_in_the_state(cached: bool) -> None:
     config = CHECKPOINTED if cached else TIGHT
     config = dataclasses.replace(config, max_drafts=3, token_budget=40)

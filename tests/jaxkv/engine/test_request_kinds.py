@@ -20,10 +20,10 @@ SWAPPING = dataclasses.replace(engines.TIGHT, max_swap_pages=24)
     ("config", "kinds"),
     [
         (SWAPPING, (True, False)),
-        (engines.CACHED, (False, True)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (engines.CACHED, (False, True)),
                 (SWAPPING, (False, True)),
                 (SWAPPING, (False, False)),
                 (engines.CACHED, (True, False)),

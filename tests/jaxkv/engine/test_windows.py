@@ -95,19 +95,9 @@ SETTINGS = batches.SETTINGS | {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [
-        ("swapping", "mixed"),
-        *(
-            pytest.param(name, layers, marks=pytest.mark.slow)
-            for name in SETTINGS
-            for layers in ("all", "mixed")
-            if (name, layers) != ("swapping", "mixed")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", ["all", "mixed"])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_bits_are_those_of_pages_that_are_kept(name: str, layers: str) -> None:
     """Over slots, pages, chunks, prefix hits, forks, preemption and swapping."""
     model = ALL if layers == "all" else MIXED

@@ -141,13 +141,8 @@ def test_requests_in_flight_continue_with_new_parameters(
     engines.assert_empty(engine.state)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("early-exit", marks=pytest.mark.slow),
-        pytest.param("ngram", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["early-exit", "ngram"])
 def test_drafts_follow(method: str) -> None:
     params = engines.params()
     other = new_params(params)

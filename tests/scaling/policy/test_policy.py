@@ -232,7 +232,7 @@ def test_a_saved_state_continues_with_the_same_bits() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_optimization")  # bits of two programs
 def test_seeds_in_one_program_are_single_runs() -> None:
     starts = jax.tree.map(
@@ -250,12 +250,12 @@ def test_seeds_in_one_program_are_single_runs() -> None:
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "policy"),
     [
-        pytest.param("mismatch", "sampler", marks=pytest.mark.slow),
-        pytest.param("logprob_noise", "sampler", marks=pytest.mark.slow),
+        ("mismatch", "sampler"),
+        ("logprob_noise", "sampler"),
         ("mismatch", "trainer"),
     ],
 )
