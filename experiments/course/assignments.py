@@ -58,7 +58,7 @@ apt-get install -y python3 python3-venv
 python3 -m venv /autograder/env
 /autograder/env/bin/pip install {packages}
 """
-# The solution runs as another user, who cannot read the tests.
+# The solution runs as a user without rights to read the tests.
 _RUN = """#!/usr/bin/env bash
 chmod -R go-rwx /autograder/source
 /autograder/env/bin/python /autograder/source/grading.py /autograder/submission \\

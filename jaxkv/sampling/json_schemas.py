@@ -162,7 +162,7 @@ class _Reader:
         properties = _checked(node.get("properties", {}), dict, f"{path}/properties")
         if not isinstance(more, bool):
             raise _refusal(
-                path, "additionalProperties must be a boolean beside properties"
+                path, "additionalProperties must be a boolean with properties"
             )
         required = _checked(node.get("required", []), list, f"{path}/required")
         if absent := [name for name in required if name not in properties]:
@@ -188,12 +188,10 @@ def _refuse_others(node: Mapping[str, object], path: str, *allowed: str) -> None
     """Refuses all keywords but some."""
     for key in node:
         if key not in allowed:
-            beside = (
-                f" beside {allowed[0]}"
-                if allowed[:1] in (("$ref",), ("anyOf",))
-                else ""
+            company = (
+                f" with {allowed[0]}" if allowed[:1] in (("$ref",), ("anyOf",)) else ""
             )
-            raise _refusal(path, f"{key!r} is not supported{beside}")
+            raise _refusal(path, f"{key!r} is not supported{company}")
 
 
 def _checked[T](value: object, kind: type[T], path: str) -> T:

@@ -310,7 +310,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
             error = getattr(selected, spread)
             color = lab.colors()[COLORS[number % len(COLORS)]]
             marker = "osD^v"[number % 5]
-            # Beside each other, so that intervals do not overlap.
+            # Shifted, so that intervals do not overlap.
             x = selected.budget * (1 + 0.03 * (number - 2))
             ax.errorbar(
                 x, values, error, label=rule, color=color, marker=marker, capsize=3

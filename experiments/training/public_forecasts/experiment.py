@@ -193,7 +193,7 @@ def plot(axes: np.ndarray, result: Result) -> None:
 
 @lab.claims_file(__file__).judge
 def claims(result: Result) -> Iterator[lab.MeasuredValue]:
-    """Judges each split beside its rivals, worst first."""
+    """Compares each split with its rivals, worst first."""
     remarks = {split.name: split.remark for split in SPLITS}
     for name, part in by_split(result.accuracies).items():
         words: dict[str, Any] = {"split": name, "num": len(part)}

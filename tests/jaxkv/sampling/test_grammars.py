@@ -158,9 +158,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "oneOf": ({"oneOf": [{"type": "null"}]}, "type=None must be one"),
     "allOf": ({"type": "null", "allOf": []}, "'allOf' is not supported"),
     "not": ({"type": "null", "not": {}}, "'not' is not supported"),
-    "beside anyOf": (
+    "with anyOf": (
         {"type": "null", "anyOf": [{"type": "null"}]},
-        "'type' is not supported beside anyOf",
+        "'type' is not supported with anyOf",
     ),
     "no type": ({}, "type=None must be one or a list of object, array, string"),
     "true": (True, "schema at #: True must be an object"),
