@@ -24,12 +24,14 @@ class RegistryEntry(NamedTuple):
       question: research question, one line.
       configs: names of its configs, the default first.
       module: module with its studies.
+      timed: names of the configs whose results are times of the machine.
     """
 
     name: str
     question: str
     configs: tuple[str, ...]
     module: str
+    timed: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -40,8 +42,9 @@ def entries() -> tuple[RegistryEntry, ...]:
     for room, experiments in rooms.items():
         for name, fields in experiments.items():
             module = f"experiments.{room}.{name.removeprefix(f'{room}_')}.experiment"
+            configs, timed = (tuple(fields.get(x, ())) for x in ("configs", "timed"))
             catalog.append(
-                RegistryEntry(name, fields["question"], (*fields["configs"],), module)
+                RegistryEntry(name, fields["question"], configs, module, timed)
             )
     return (*sorted(catalog),)
 

@@ -90,6 +90,10 @@ COMMANDS = {
         "list live commands of lecture topics; hand out and grade assignments",
         "experiments.course.command:main",
     ),
+    "records": Command(
+        "list the project's records with their age, and make them again",
+        "experiments.cli.records:main",
+    ),
     "claims": Command(
         "list published and measured numbers with verdicts",
         "experiments.cli.results_page:main",

@@ -20,6 +20,9 @@ _REPORTED_PACKAGES = (
     "numpy",
 )
 
+_WITHOUT_RECORDS = ":(top,exclude)experiments/records"
+"""Path for git without results: several records are made by the same code."""
+
 
 def describe_machine() -> dict[str, Any]:
     """Returns the machine and the software versions as JSON values.
@@ -81,6 +84,7 @@ def _commit() -> str | None:
     try:
         if not git("ls-files", Path(__file__).name):
             return None  # installed into an unrelated checkout
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
+        changes = git("status", "--porcelain", "--", ":/", _WITHOUT_RECORDS)
+        return git("rev-parse", "HEAD") + ("+" if changes else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -285,6 +285,16 @@ def discard_earlier(folder: Path) -> None:
     shutil.rmtree(folder / EARLIER, ignore_errors=True)
 
 
+def replace_run(folder: Path, source: Path) -> None:
+    """Replaces the run in a folder by a complete one, whose folder is deleted."""
+    for name in _names(folder):
+        (folder / name).unlink(missing_ok=True)
+    for name in _names(source):
+        if (source / name).exists():
+            shutil.move(source / name, folder / name)
+    shutil.rmtree(source)
+
+
 def read_run(folder: str | os.PathLike[str], experiment: Experiment) -> SavedRun:
     """Reads and validates a run folder; no file is unpickled.
 
