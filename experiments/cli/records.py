@@ -112,7 +112,9 @@ def list_records() -> list[Record]:
     for path in paths:
         env = files.read_json(path)
         entry = framework.find_entry(env["experiment"])
-        name = env.get("config") or _config_name(path.parent, env["experiment"])
+        name = env.get("config", "")
+        if not name and entry.timed:  # made by an earlier version, or from a file
+            name = _config_name(path.parent, env["experiment"])
         age = _git("rev-list", "--count", f"{env['commit'].rstrip('+')}..HEAD")
         is_timed = name in entry.timed if name else bool(entry.timed)
         records.append(
@@ -370,14 +372,19 @@ class _Remaking:
         return f"{name}: {env['duration_s']:.0f} s, {equal}{verdicts}"
 
 
-def _is_running(pid: int, process: subprocess.Popen[bytes] | None = None) -> bool:
-    if process is not None:
-        return process.poll() is None
+def _process_state(pid: int) -> str:
+    """Returns the state letter of a process, "T" if it is paused; "" if it ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text("utf-8")
     except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
+        return ""
+    return status.rpartition(")")[2].split()[0]
+
+
+def _is_running(pid: int, process: subprocess.Popen[bytes] | None = None) -> bool:
+    if process is not None:
+        return process.poll() is None
+    return _process_state(pid) not in ("", "Z")
 
 
 def _config_name(folder: Path, experiment: str) -> str:
@@ -388,7 +395,7 @@ def _config_name(folder: Path, experiment: str) -> str:
     return study.study_of(config).name_of(config)
 
 
-def _arrays(folder: Path) -> dict[str, Any]:
+def _arrays(folder: Path) -> dict[str, np.ndarray]:
     """Returns the arrays or the rows of a result, by name."""
     if (folder / "result.npz").exists():
         with np.load(folder / "result.npz", allow_pickle=False) as file:
@@ -398,19 +405,26 @@ def _arrays(folder: Path) -> dict[str, Any]:
     return {name: np.array([str(row.get(name)) for row in rows]) for name in names}
 
 
-def _differing_arrays(old: Path, new: Path) -> list[str]:
-    """Returns the names of the arrays that differ between two results."""
+def _differing_arrays(old: Path, new: Path) -> dict[str, float | None]:
+    """Returns the arrays that differ between two results.
+
+    Returns:
+      Largest relative difference by name; None for other shapes and for texts.
+    """
     one = _arrays(old)
     two = _arrays(new)
-    return sorted(
-        name
-        for name in one.keys() | two.keys()
-        if name not in one
-        or name not in two
-        or not np.array_equal(
-            one[name], two[name], equal_nan=one[name].dtype.kind == "f"
-        )
-    )
+    differences = dict.fromkeys(one.keys() ^ two.keys())
+    for name in one.keys() & two.keys():
+        before = one[name]
+        after = two[name]
+        if before.shape != after.shape or "U" in before.dtype.kind + after.dtype.kind:
+            if not np.array_equal(before, after):
+                differences[name] = None
+        elif not np.array_equal(before, after, equal_nan=before.dtype.kind == "f"):
+            scale = np.maximum(np.abs(before), np.abs(after)).astype(float)
+            gap = np.abs(before.astype(float) - after) / np.where(scale > 0, scale, 1.0)
+            differences[name] = float(np.nan_to_num(gap, nan=1.0).max())
+    return differences
 
 
 def _changed_verdicts(old: Path, new: Path) -> list[str]:

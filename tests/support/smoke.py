@@ -18,7 +18,8 @@ QUICK = {"bench_fit", "cost_check"}
 """Experiments whose smoke run takes a few seconds."""
 SLOW = {
     *("agents", "batching", "bench_decode", "bench_device", "bench_kernels"),
-    *("bench_simulate", "bundled_heads", "calibration", "chatbot", "chunked_prefill"),
+    *("bench_simulate", "bundled_heads", "calibration", "causes", "chatbot"),
+    "chunked_prefill",
     "counterfactual",
     *("deepseek", "disaggregation", "expert_parallel", "experts", "fit_coverage"),
     "forecasting",

@@ -15,7 +15,15 @@ import numpy as np
 from experiments import lab
 from experiments.serving.latency_vs_rate import runs, settings
 from jaxkv import workloads
-from jaxkv.workloads import SHAREGPT, Fixed, Lengths, Load, load_ratio, num_requests_for
+from jaxkv.workloads import (
+    SHAREGPT,
+    Fixed,
+    Lengths,
+    Load,
+    Pair,
+    load_ratio,
+    num_requests_for,
+)
 
 HISTORY = 1024
 """Largest number of tokens of a prompt, and of an answer."""
@@ -45,17 +53,21 @@ class Config(lab.ConfigRecord):
 CONFIGS = {"smoke": Config(hours=0.02, num_rates=2, num_near=0), "paper": Config()}
 
 
-def draw_conversations(config: Config) -> Load:
+def draw_conversations(config: Config, law: Pair = SHAREGPT) -> Load:
     """Draws rounds of independent conversations.
 
     A prompt is the conversation so far with the new question, its last 1,024 tokens.
+
+    Args:
+      config: rounds, duration and seed.
+      law: distribution of the lengths of a round.
     """
     rng = np.random.default_rng(config.seed)
     seconds = 3600 * config.hours
     num = num_requests_for(config.most, seconds)
     # Number of failures of a geometric law with this mean.
     before = rng.geometric(1 / (1 + config.rounds_before), num) - 1
-    rounds = SHAREGPT.draw(rng, num + int(before.sum()))
+    rounds = law.draw(rng, num + int(before.sum()))
     total = rounds.prompt[num:] + rounds.output[num:]
     ends = np.cumsum(before)
     sums = np.concatenate([[0], np.cumsum(total)])

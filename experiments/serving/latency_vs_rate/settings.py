@@ -50,6 +50,7 @@ class Machine(NamedTuple):
       hours: hours of simulated load.
       is_calibrated: True for the step times of vLLM servers on H100s, transferred to
         this GPU by its data sheet; False for those published for these GPUs.
+      step_scale: factor on the step times, to vary an assumption.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Machine(NamedTuple):
     kv_gib: int
     hours: float
     is_calibrated: bool = False
+    step_scale: float = 1.0
 
     @property
     def description(self) -> ModelShape:
@@ -109,7 +111,7 @@ def step_time(server: Machine) -> LinearCost:
     by the ratio of weight bytes per GPU, 43.7 / 32.9 = 1.33.
     """
     if server.name == "13B":
-        return figure_12_cost().cost
+        return figure_12_cost(scale=1.31 * server.step_scale).cost
     prefill, small, large = DISTSERVE["distserve:opt-66b:4"]
     fit_device = find_device("a100-80gb")
     device = find_device(server.device)
@@ -125,5 +127,5 @@ def step_time(server: Machine) -> LinearCost:
         # Prefill uses only the slope of the fit, as for OPT-13B.
         (small[0] * ratio, prefill[1] * ratio, 0.0),
         *heavier,
-        scale=1e-3 * fit_device.bandwidth / device.bandwidth,
+        scale=1e-3 * server.step_scale * fit_device.bandwidth / device.bandwidth,
     )

@@ -1,0 +1,1 @@
+"""Assumptions that would explain numbers that are not reproduced."""
