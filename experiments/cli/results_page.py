@@ -5,12 +5,12 @@ generated from the files `claims.json`.
 """
 
 import dataclasses
-import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
 from experiments.framework import load_experiment
-from jaxkv import files, report
+from jaxkv import files
 from jaxkv.cli import CommandOutput, describe_default, parse_options
 from jaxkv.report import (
     NOT_JUDGED,
@@ -20,12 +20,11 @@ from jaxkv.report import (
     claim_numbers,
     count_verdicts,
     from_plain,
+    read_run,
 )
 
 RECORDS = Path(__file__).parents[1] / "records"
 RESULTS_PAGE = Path(__file__).parents[1] / "RESULTS.md"
-_APART = {"calibrated": ", calibrated", "checks": ", check"}
-"""Suffix of the verdict of claims that are not reproductions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,6 @@ class ClaimsRecord(NamedTuple):
     """Claims of a run folder, with its environment."""
 
     experiment: str
-    question: str
     config: str
     """Name of its config; "own" if it differs from all shipped ones."""
     folder: str
@@ -67,77 +65,110 @@ def find_records(folder: Path) -> list[ClaimsRecord]:
     return records
 
 
-_OF_ENV = {"started_at": str, "duration_s": float, "cpu": str, "num_cpus": int}
+_OF_ENV = {"started_at": str, "duration_s": float, "cpu": str, "commit": str | None}
 """Fields of `env.json` on the page."""
 
 
 def read_record(run: Path, root: Path) -> ClaimsRecord:
-    """Reads one run folder."""
+    """Reads one run folder, and judges its claims again from its arrays."""
     try:
-        env, claimed = (
-            json.loads(files.read_text(run / f"{name}.json"))
-            for name in ("env", "claims")
+        experiment = load_experiment(
+            str(files.read_json(run / "env.json")["experiment"])
         )
+        saved_run = read_run(run, experiment)
         for name, kind in _OF_ENV.items():
-            from_plain(kind, env[name], name)
-        claims = []
-        for row in claimed:
-            # Folders of earlier versions lack the kind.
-            other = "cannot compare" if row["verdict"] == "differs" else "reproduces"
-            row = {"kind": other} | row
-            for name, hint in get_type_hints(Claim).items():
-                is_unset = name not in row and name in Claim._field_defaults
-                # A number that is not finite is null.
-                if not is_unset and (row[name] is not None or hint is not float):
-                    from_plain(hint, row[name], name)
-            claims.append(Claim(**row))
-        experiment = load_experiment(str(env["experiment"]))
-        where = run / "config.json"
-        own_config = experiment.config_loads(files.read_text(where), str(where))
+            from_plain(kind, saved_run.env[name], name)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{run}: not a run folder: {error}") from None
-    names = (
-        name for name, config in experiment.configs.items() if config == own_config
-    )
     return ClaimsRecord(
         experiment=experiment.name,
-        question=experiment.question,
-        config=next(names, "own"),
+        config=saved_run.study.name_of(saved_run.config) or "own",
         folder=run.relative_to(root).as_posix(),
-        env=env,
-        claims=claims,
+        env=saved_run.env,
+        claims=saved_run.claims,
     )
+
+
+type PageGroup = tuple[str, Callable[[Claim], bool]]
+_GROUPS: tuple[PageGroup, ...] = (
+    (
+        "Published numbers that are not reproduced",
+        lambda x: x.kind == "reproduces" and x.verdict == "fails",
+    ),
+    (
+        "Own checks that fail",
+        lambda x: x.kind == "checks" and x.verdict == "fails",
+    ),
+    (
+        "Published numbers that are reproduced",
+        lambda x: x.kind == "reproduces" and x.verdict == "holds",
+    ),
+    ("Published numbers that a fit used", lambda x: x.kind == "calibrated"),
+    (
+        "Published numbers under other conditions, which cannot be compared",
+        lambda x: x.kind == "cannot compare",
+    ),
+    (
+        "Own checks that hold",
+        lambda x: x.kind == "checks" and x.verdict == "holds",
+    ),
+    ("Further claims", lambda x: True),
+)
+"""Headings of the page, and the claims below each; a claim is below the first."""
 
 
 def render_page(records: list[ClaimsRecord]) -> str:
-    """Renders the page in Markdown."""
-    sections = ["# Claims and measured numbers", _first_line(records), _STATUS_LEGEND]
+    """Renders the page in Markdown: failing claims first, one line for each claim."""
+    tables: dict[str, list[str]] = {title: [] for title, _ in _GROUPS}
     for record in records:
-        if not record.claims:
-            continue
-        env = record.env
-        rows = ["| | claim | numbers | |", "|---|---|---|---|"]
-        sections.append(
-            f"## {record.question}\n\n`jaxkv run {record.experiment} {record.config}`,"
-            f" {env['started_at'][:10]}, {env['duration_s']:.0f} s, {env['cpu']}"
-            f" ({env['num_cpus']} cores). Folder: `records/{record.folder}`."
-        )
         for x in record.claims:
-            verdict = f"**{x.verdict}**{_APART.get(x.kind, '')}"
-            cells = (verdict, x.claim, claim_numbers(x), x.note)
-            rows.append(f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |")
-        sections.append("\n".join(rows))
+            title = next(title for title, includes in _GROUPS if includes(x))
+            verdict = "" if x.verdict in ("holds", "fails") else f"**{x.verdict}** "
+            cause = f"**Cause:** {x.cause}" if x.cause else ""
+            cells = (
+                x.claim,
+                f"{verdict}{claim_numbers(x)}",
+                f"{cause} {x.note}".strip(),
+                f"[{record.folder}](records/{record.folder}/report.md)",
+            )
+            row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+            tables[title].append(f"| {row} |")
+    sections = ["# Claims and measured numbers", _first_line(records), _STATUS_LEGEND]
+    for title, rows in tables.items():
+        if rows:
+            head = f"## {title} ({len(rows)})\n"
+            sections.append(
+                "\n".join(
+                    [head, "| claim | numbers | | record |", "|---" * 4 + "|", *rows]
+                )
+            )
+    rows = [
+        "## Records\n",
+        "| record | command | date | commit | seconds | processor |",
+    ]
+    rows.append("|---" * 6 + "|")
+    for record in records:
+        env = record.env
+        commit = str(env["commit"])
+        is_dirty = commit.endswith("+")
+        rows.append(
+            f"| [{record.folder}](records/{record.folder}/report.md) "
+            f"| `jaxkv run {record.experiment} {record.config}` "
+            f"| {env['started_at'][:10]} "
+            f"| `{commit[:8]}`{' (with changes: unverified)' * is_dirty} "
+            f"| {env['duration_s']:,.0f} | {env['cpu']} |"
+        )
+    sections.append("\n".join(rows))
     return "\n\n".join(sections) + "\n"
 
 
 _STATUS_LEGEND = (
-    "*Holds*: our number is within the tolerance of the published one. *Fails*: it is"
-    " outside, under the same conditions. *Differs*: the conditions differ, so the"
-    " numbers cannot be compared; the note gives the reason, and a direction that the"
-    " source states is judged separately. *Calibrated*: a fit of this project used the"
-    " published number. *Check*: an oracle, an identity or a bar of this project; its"
-    " number is expected, not published. `jaxkv claims --write` generates this page"
-    " from the run folders in `experiments/records`."
+    "A number that cannot be compared was measured under other conditions; the note"
+    " gives the reason, and a direction that the source states is judged separately. A"
+    " check is an oracle, an identity or a bar of this project; its number is expected,"
+    " not published. `jaxkv claims --write` generates this page from the arrays of the"
+    " run folders in `experiments/records`; `jaxkv records` lists their commits and"
+    " dates."
 )
 
 
@@ -191,15 +222,14 @@ def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
             "records are in the repository, not in the installed package; give --folder"
         )
     records = find_records(RECORDS if folder is None else folder)
-    lines = []
+    lines = [_first_line(records)]
     if write is not None:
         files.write_atomically(write, render_page(records))
         lines.append(f"page: {write}")
     keys = ("experiment", "config", "folder", "claims")
     document = [{name: getattr(x, name) for name in keys} for x in records]
     counts = count_verdicts(claim for record in records for claim in record.claims)
-    sheets: list[ReportPart] = [report.paragraph("", _first_line(records))]
-    sheets += [
+    sheets: list[ReportPart] = [
         Sheet(
             f"{x.experiment} {x.config}",
             ("verdict", "kind", "claim", "numbers"),

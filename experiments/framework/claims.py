@@ -18,6 +18,7 @@ is the claim's id:
     because = "the figure's lines are as thick"
     note = "At {rate:g} requests/s."
     direction = "above 1"               # or "as stated": the direction of the source
+    cause = "{causes} 1.6 times the step times give 134."   # shown if it fails
     from_memory = true                  # the number was not read in the source
     at_any_size = true                  # a smoke run judges the claim as well
 
@@ -183,6 +184,8 @@ class ClaimSpec(ConfigRecord):
     """Direction that the source states, if the conditions differ: "as stated", or a
     bound on the measured number such as "above 1", "below 1", "at least 1" or "at most
     1"."""
+    cause: str = ""
+    """Measured reason of a failure; written only to claims that fail."""
     fitted: str = ""
     """Quantity that was fitted to the number of a calibrated claim."""
     fitted_rows: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -396,6 +399,8 @@ class ClaimsFile:
                 note=note,
                 needs_size=not (kind == "checks" or spec.at_any_size),
             )
+            if not is_other and claim.verdict == "fails":
+                claim = claim._replace(cause=spec.cause.format_map(words))
             if not is_other:
                 return claim
             direction = measurement.direction

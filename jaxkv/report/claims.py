@@ -35,6 +35,8 @@ class Claim(NamedTuple):
       published_high: end of a published range, in `unit`; None for a single number.
       direction: verdict on the direction that a source states, for numbers that cannot
         be compared; empty if the source states no direction.
+      cause: measured reason of a failure, or the experiment that would decide it; empty
+        if the claim does not fail, or the cause is not known.
       needs_size: True if a smoke run is too small to judge the statement. Not written
         to files.
     """
@@ -51,6 +53,7 @@ class Claim(NamedTuple):
     kind: ClaimKind
     published_high: float | None = None
     direction: Direction = ""
+    cause: str = ""
     needs_size: bool = False
 
     def as_json(self) -> dict[str, object]:
