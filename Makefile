@@ -6,6 +6,7 @@
 #   make lint                      ruff and ty
 #   make docs                      the site, in site/: open site/index.html. Strict, and
 #                                  without network once .venv is there
+#   make archive                   dist/jaxkv-VERSION.zip, the files of the commit
 #   make setup                     only the environment, in .venv
 #
 # PYTHON=/path/to/python   the interpreter to build .venv from (3.12 or newer)
@@ -41,7 +42,7 @@ comma := ,
 space := $(subst ,, )
 TYPE_FLAG = $(if $(TYPE_CHECKS),--jaxtyping-packages=$(subst $(space),$(comma),$(strip $(CHECKED)))$(comma)beartype.beartype)
 
-.PHONY: setup demo test lint docs
+.PHONY: setup demo test lint docs archive
 
 setup:
 	@sh .ci/setup
@@ -59,3 +60,9 @@ lint: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' jaxkv/__init__.py)
+
+archive:
+	mkdir -p dist
+	git archive --format=zip --prefix=jaxkv-$(VERSION)/ -o dist/jaxkv-$(VERSION).zip HEAD

@@ -27,6 +27,7 @@ PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "docs/results.md",
+    "experiments/ARTIFACT.md",
     "experiments/records/README.md",
     *(f"{package}/README.md" for package in PACKAGES),
 )
@@ -168,7 +169,7 @@ GENERATED_FILES = (
 
 COMMANDS = ("bench", "calibrate", "claims", "cost", "demo", "fit", "generate", "list")
 COMMANDS = (*COMMANDS, "plan", "replay", "run", "serve", "simulate", "sweep", "train")
-COMMANDS = (*COMMANDS, "compare", "course", "next", "view")
+COMMANDS = (*COMMANDS, "compare", "course", "next", "records", "view")
 
 
 @pytest.mark.parametrize("page", PAGES)

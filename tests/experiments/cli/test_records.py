@@ -1,6 +1,7 @@
 """Records are listed with their age and doubts, and made again in pieces."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jaxkv
 from experiments.cli import records
 from tests.support.commands import Command, assert_refused, document
 from tests.support.folders import ROOT
@@ -99,6 +101,25 @@ def test_unknown_records_and_commits_are_refused(jaxkv: Command) -> None:
         jaxkv, "records --make all --since no_such", "--since no_such: is no commit"
     )
     assert_refused(jaxkv, "records --make demo --max-seconds 0", "must be above 0")
+
+
+def test_the_artifact_page_has_the_verdicts_of_the_records() -> None:
+    page = (ROOT / "experiments" / "ARTIFACT.md").read_text("utf-8")
+    rows = re.findall(r"^\| \[(\w+)\].*`jaxkv (.*)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) > 5
+    for name, command, counts in rows:
+        assert command == f"records --make {name}"
+        claims = json.loads((records.RECORDS / name / "claims.json").read_text("utf-8"))
+        verdicts = [claim["verdict"] for claim in claims]
+        assert counts == f"{verdicts.count('holds')}, {verdicts.count('fails')}"
+
+
+def test_citation_and_deposit_have_the_version_of_the_package() -> None:
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"version: {jaxkv.__version__}\n" in citation
+    deposit = json.loads((ROOT / ".zenodo.json").read_text("utf-8"))
+    assert deposit["version"] == jaxkv.__version__
+    assert f'title: "{deposit["title"]}"' in citation
 
 
 @pytest.mark.slow
