@@ -57,7 +57,8 @@ LAYERS = {
         "harness",
         "cli",
         "training counting servers",
-        "bench serving decoding examples decisions course",
+        "bench serving decoding examples course",
+        "decisions",
     ),
 }
 

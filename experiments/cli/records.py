@@ -24,9 +24,8 @@ import numpy as np
 from experiments import framework
 from experiments.cli.results_page import RECORDS
 from jaxkv import files
-from jaxkv.cli import CommandOutput, describe_default, parse_options
-from jaxkv.cli.console import RESUMABLE
-from jaxkv.report import Sheet, environment, paragraph, plain_json, run_folder
+from jaxkv.cli import RESUMABLE, CommandOutput, describe_default, parse_options
+from jaxkv.report import Sheet, describe_machine, dumps, paragraph, replace_run
 from jaxkv.validation import format_unknown_name
 
 SLOW_YARDSTICK = 1.1
@@ -167,7 +166,7 @@ def _choose(records: list[Record], options: RecordsOptions) -> list[Record]:
     for name in options.make:
         if name not in (*names, "all"):
             raise ValueError(format_unknown_name("record", name, names))
-    machine = environment.describe_machine()
+    machine = describe_machine()
     chosen = [
         x
         for x in records
@@ -365,8 +364,8 @@ class _Remaking:
             "date": old["started_at"][:10],
             "differing_arrays": differing,
         }
-        files.write_atomically(self._folder / "env.json", plain_json.dumps(env))
-        run_folder.replace_run(shipped, self._folder)
+        files.write_atomically(self._folder / "env.json", dumps(env))
+        replace_run(shipped, self._folder)
         equal = f"{len(differing)} arrays differ" if differing else "equal arrays"
         verdicts = f"; verdicts: {'; '.join(changed)}" if changed else ""
         return f"{name}: {env['duration_s']:.0f} s, {equal}{verdicts}"

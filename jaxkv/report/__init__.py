@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         lock_folder,
         mark_status,
         read_run,
+        replace_run,
         write_files,
     )
     from jaxkv.report.study import SMOKE, Experiment, Study

@@ -1,1 +1,3 @@
 """Prefill and decode on separate GPUs."""
+
+__all__ = ["runs", "settings"]

@@ -13,13 +13,10 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from experiments import lab
-from experiments.serving.chatbot.experiment import AXIS as CHAT_AXIS
-from experiments.serving.chatbot.experiment import HISTORY, draw_conversations
-from experiments.serving.chatbot.experiment import Config as ChatConfig
+from experiments.serving.chatbot import experiment as chatbot
 from experiments.serving.disaggregation import runs as disaggregation
 from experiments.serving.disaggregation import settings as distserve
 from experiments.serving.latency_vs_rate import published, runs, settings
-from experiments.serving.latency_vs_rate.runs import LATENCY_BOUND
 from jaxkv.simulation import (
     Job,
     drop_late_arrivals,
@@ -143,14 +140,14 @@ def _simulate(
     setting = panel.setting()
     server = setting.server._replace(step_scale=change.step_scale)
     law = _change_law(setting.law, change)
-    axis = CHAT_AXIS * 1.5 if figure == CHAT else panel.axis
+    axis = chatbot.AXIS * 1.5 if figure == CHAT else panel.axis
     max_rate = axis if figure == CHAT else 2 * axis
     hours = panel.hours * config.hours_share
     if figure == CHAT:
-        chat = ChatConfig(hours=hours, most=axis, seed=config.seed)
-        requests = draw_conversations(chat, _change_law(SHAREGPT, change))
+        chat = chatbot.Config(hours=hours, most=axis, seed=config.seed)
+        requests = chatbot.draw_conversations(chat, _change_law(SHAREGPT, change))
         if change.has_full_prompts:
-            prompt = np.full_like(requests.tokens.prompt, HISTORY)
+            prompt = np.full_like(requests.tokens.prompt, chatbot.HISTORY)
             requests = requests._replace(tokens=requests.tokens._replace(prompt=prompt))
         law = dataclasses.replace(
             law, prompt=Fixed(tokens=int(requests.tokens.prompt.mean()))
@@ -173,7 +170,7 @@ def _ratio_rows(
 ) -> Iterator[tuple[str, str, float]]:
     """Yields quantities, changes and values of simulated rows."""
     curves = runs.latency_curves(rows)
-    bounds = {change.name: LATENCY_BOUND}
+    bounds = {change.name: runs.LATENCY_BOUND}
     if change.name == RECORDED:
         bounds |= {f"bound {bound:g} s a token": bound for bound in config.bounds}
     for quantity in PRINTED[figure]:
