@@ -13,6 +13,8 @@ import numpy as np
 
 from experiments import lab
 from experiments.training.forecasting import replay
+from experiments.training.forecasting.ladder import LADDER
+from experiments.training.forecasting.targets import TARGETS
 from scaling import fits
 from scaling.cli import find_published
 from scaling.frontiers import (
@@ -354,5 +356,9 @@ def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
     return parts
 
 
-STUDY = lab.Study(CONFIGS, list, run, plot, claims, summary, panels=lab.Panels(2, 1))
-"""The study of forecasts on public logs."""
+STUDIES = (
+    lab.Study(CONFIGS, list, run, plot, claims, summary, panels=lab.Panels(2, 1)),
+    LADDER,
+    TARGETS,
+)
+"""Forecasts on public logs, a forecast beforehand, and its truth."""
