@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from experiments.cli.paper_table import list_papers, render_papers
 from experiments.framework import load_experiment
 from jaxkv import files
 from jaxkv.cli import CommandOutput, describe_default, parse_options
@@ -112,7 +113,7 @@ _GROUPS: tuple[PageGroup, ...] = (
         "Own checks that hold",
         lambda x: x.kind == "checks" and x.verdict == "holds",
     ),
-    ("Further claims", lambda x: True),
+    ("Own checks under other conditions", lambda x: True),
 )
 """Headings of the page, and the claims below each; a claim is below the first."""
 
@@ -142,6 +143,8 @@ def render_page(records: list[ClaimsRecord]) -> str:
                     [head, "| claim | numbers | | record |", "|---" * 4 + "|", *rows]
                 )
             )
+    papers = list_papers({record.folder: record.claims for record in records})
+    sections.append(f"## Papers\n\n{render_papers(papers).strip()}")
     rows = [
         "## Records\n",
         "| record | command | date | commit | seconds | processor |",
