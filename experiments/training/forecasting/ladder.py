@@ -175,21 +175,19 @@ def _place(
     ladder: LadderRuns,
     factor: float,
 ) -> dict[str, Any]:
-    """Returns size, tokens and rate of a target.
-
-    Raises:
-      ValueError: fewer than 2 budgets have a minimum.
-    """
+    """Returns size, tokens and rate of a target."""
     fields = protocol.fields
     columns = ladder.num_params, ladder.num_tokens, ladder.flops, ladder.loss
     groups = find_run_groups(*columns, tolerance=0.1)
     frontier = bootstrap_frontier(
         "parabola", by_parabola(groups), groups.flops, groups.strata
     )
-    if frontier.num_params is None:
-        raise ValueError(f"{name}: {'; '.join(frontier.warnings)}")
     flops = factor * max(fields["budgets"])
-    size = float(frontier.num_params(np.array([flops]))[0])
+    if frontier.num_params is None:  # fewer than two budgets have a minimum
+        last = ladder.budget == ladder.budget.max()
+        size = ladder.num_params[last][ladder.loss[last].argmin()]
+    else:
+        size = frontier.num_params(np.array([flops]))[0]
     costs = {
         width: count_cost(protocol.model(name, width), fields["seq_len"])
         for width in TARGET_WIDTHS
