@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import jaxkv
 from jaxkv.cli import compilation_cache, multiprocess
-from jaxkv.cli.arguments import choose_word
+from jaxkv.cli.arguments import choose_word, value_of
 from jaxkv.cli.console import STATUS, OutputError, exit_on_interrupt, guard_streams
 from jaxkv.cli.user_errors import error_line, is_user_error
 from jaxkv.files import InstalledPackages
+from jaxkv.plotting import FigureOptions, draw_with
 
 
 class Command(NamedTuple):
@@ -27,16 +28,20 @@ class Command(NamedTuple):
     Attributes:
       help: line of help.
       function: `module:name` of a function of arguments that returns `CommandOutput`.
+      figure: flag that makes the command draw a figure; "" if it always draws one, None
+        if it never does.
     """
 
     help: str
     function: str
+    figure: str | None = None
 
 
 COMMANDS = {
     "demo": Command(
         "serve the bundled model with static and continuous batching",
         "experiments.cli.commands:demo",
+        "",
     ),
     "list": Command(
         "list the experiments and their configs",
@@ -45,6 +50,7 @@ COMMANDS = {
     "run": Command(
         "run an experiment and keep its folder",
         "experiments.cli.commands:run_experiment",
+        "",
     ),
     "generate": Command("continue text with a model", "jaxkv.cli.generate:main"),
     "serve": Command(
@@ -55,23 +61,31 @@ COMMANDS = {
         "jaxkv.cli.replay:main",
     ),
     "view": Command(
-        "replay a recorded run in a browser, and draw its steps", "jaxkv.cli.view:main"
+        "replay a recorded run in a browser, and draw its steps",
+        "jaxkv.cli.view:main",
+        "--gantt",
     ),
-    "bench": Command("measure speed on this machine", "experiments.cli.commands:bench"),
+    "bench": Command(
+        "measure speed on this machine", "experiments.cli.commands:bench", ""
+    ),
     "cost": Command(
         "count a model's parameters, operations and bytes",
         "scaling.cli.cost.command:main",
+        "--plot",
     ),
     "simulate": Command(
         "predict the latency of a server under load",
         "scaling.cli.simulate.arguments:main",
+        "--plot",
     ),
     "train": Command("train one model", "scaling.cli.train.command:main"),
     "sweep": Command(
-        "train many models for a scaling law", "scaling.cli.train.command:sweep_main"
+        "train many models for a scaling law",
+        "scaling.cli.train.command:sweep_main",
+        "--check-coordinates",
     ),
     "fit": Command(
-        "fit scaling laws to a log of training runs", "scaling.cli.fit.command:main"
+        "fit scaling laws to a log of training runs", "scaling.cli.fit.command:main", ""
     ),
     "compare": Command(
         "compare groups of runs at equal loss", "scaling.cli.runs.compare:main"
@@ -82,9 +96,10 @@ COMMANDS = {
     "calibrate": Command(
         "fit a server's step times to measured runs",
         "scaling.cli.calibrate.command:main",
+        "",
     ),
     "plan": Command(
-        "choose the best model for a budget", "scaling.cli.plan.command:main"
+        "choose the best model for a budget", "scaling.cli.plan.command:main", "--plot"
     ),
     "course": Command(
         "list live commands of lecture topics; hand out and grade assignments",
@@ -99,7 +114,8 @@ COMMANDS = {
 _USAGE = f"""usage: jaxkv COMMAND [OPTIONS]
 
 Every command takes --help, --help-all for the whole text of its options, and
---json for one JSON document on standard output.
+--json for one JSON document on standard output. Commands that draw take --style
+paper or slide for the sizes of text and figure, and --format pdf.
 
 {multiprocess.HELP}"""
 
@@ -149,11 +165,13 @@ def main(args: list[str] | None = None) -> int:
                 helps = {name: command.help for name, command in COMMANDS.items()}
                 name = choose_word(args, "command", helps, _USAGE)
                 multiprocess.check_command(name)
+                args, options = _take_figure_options(args, COMMANDS[name].figure)
                 module, _, function = COMMANDS[name].function.partition(":")
                 call = getattr(importlib.import_module(module), function)
                 # `serve` prints its address before it ends.
                 streams = [documents] if name == "serve" else []
-                answer = call(args[1:], *streams)
+                with draw_with(options):
+                    answer = call(args[1:], *streams)
         if answer is not None and multiprocess.is_first_process():
             if not as_json:
                 from jaxkv.cli.console import print_parts
@@ -183,6 +201,37 @@ def main(args: list[str] | None = None) -> int:
             return _report_error(error, 2)
         traceback.print_exc()
         return 1
+
+
+def _take_figure_options(
+    args: list[str], figure: str | None
+) -> tuple[list[str], FigureOptions]:
+    """Removes --style and --format from arguments.
+
+    Args:
+      args: command and its arguments.
+      figure: flag that makes the command draw, as in `Command`.
+
+    Raises:
+      ValueError: a value is missing or unknown, or no figure would be drawn.
+    """
+    remaining = list(args)
+    values = {}
+    for flag in ("--style", "--format"):
+        if (value := value_of(remaining, flag)) is None:
+            if flag in remaining:
+                raise ValueError(f"{flag} has no value")
+            continue
+        if figure is None or figure not in ("", *remaining):
+            reason = f"draws a figure only with {figure}" if figure else "draws none"
+            raise ValueError(f"{flag} {value}: jaxkv {args[0]} {reason}")
+        place = [arg.partition("=")[0] for arg in remaining].index(flag)
+        del remaining[place : place + (1 if "=" in remaining[place] else 2)]
+        values[flag] = value
+    if values.get("--format", "pdf") != "pdf":
+        raise ValueError(f"--format {values['--format']}: must be pdf")
+    style = values.get("--style", FigureOptions().style)
+    return remaining, FigureOptions(style, "--format" in values)
 
 
 def _report_error(error: object, status: int) -> int:

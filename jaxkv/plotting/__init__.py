@@ -24,13 +24,16 @@ if TYPE_CHECKING:
         slot_color,
     )
     from jaxkv.plotting.style import (
+        FIGURE_STYLES,
         FONT_POINTS,
         PANEL_SIZE_INCHES,
+        FigureOptions,
         Panels,
         annotate,
         draw_curve,
         draw_reference_line,
         draw_ridge,
+        draw_with,
         label_log_axis,
         label_wide_log_axis,
         render_figure,

@@ -4,7 +4,8 @@
     env.json                     status, versions, device, processor, commit, time
     result.npz or runs.jsonl     result of arrays, or of rows
     claims.json                  published and measured numbers with verdicts
-    figure.svg, figure.png       drawn from the files above
+    figure.svg, figure.png       drawn from the files above; figure.pdf on request
+    figure.csv                   plotted data
     figure-1.svg, figure-1.png   first panel of several, and so on
     report.md                    report for readers
     fit.json                     fitted law, which `jaxkv plan` reads
@@ -49,6 +50,8 @@ FILES = (
     "claims.json",
     "figure.svg",
     "figure.png",
+    "figure.pdf",
+    "figure.csv",
     "report.md",
     "fit.json",
     "policy.json",
