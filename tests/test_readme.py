@@ -168,7 +168,7 @@ GENERATED_FILES = (
 
 COMMANDS = ("bench", "calibrate", "claims", "cost", "demo", "fit", "generate", "list")
 COMMANDS = (*COMMANDS, "plan", "replay", "run", "serve", "simulate", "sweep", "train")
-COMMANDS = (*COMMANDS, "compare", "course", "next", "view")
+COMMANDS = (*COMMANDS, "compare", "completion", "course", "next", "view")
 
 
 @pytest.mark.parametrize("page", PAGES)

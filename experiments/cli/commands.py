@@ -7,10 +7,18 @@ A new experiment needs no change here, and an experiment `bench_NAME` is also
 from experiments import framework
 from experiments.cli import smoke_compilation
 from jaxkv import files
-from jaxkv.cli import CommandOutput, choose_word, is_word, parse_changes, value_of
+from jaxkv.cli import (
+    CommandOutput,
+    choose_word,
+    is_word,
+    parse_changes,
+    take_value,
+    value_of,
+)
 from jaxkv.validation import format_unknown_name
 
 _RUN_USAGE = """usage: jaxkv run EXPERIMENT [CONFIG] [--field VALUE] [--out DIR]
+       jaxkv run grpo --log jsonl             logs steps; or tensorboard, wandb
        jaxkv run EXPERIMENT --config FILE     runs any config.json again"""
 
 
@@ -59,6 +67,7 @@ def list_experiments(args: list[str]) -> CommandOutput:
 
 def _run(args: list[str], name: str, prog: str) -> CommandOutput:
     """Runs an experiment: `[CONFIG] [--config FILE] [--field VALUE] [--out DIR]`."""
+    log, args = take_value(args, "--log")
     entry = framework.find_entry(name)
     is_named = is_word(args)
     is_default = not is_named and value_of(args, "--config") is None
@@ -85,4 +94,4 @@ def _run(args: list[str], name: str, prog: str) -> CommandOutput:
     choices = ", ".join([f"{first} (the default)", *others])
     description = f"{experiment.question} Configs: {choices}."
     request = parse_changes(base, flags, f"{prog} [CONFIG]", description)
-    return run_study(experiment, *request, config_name=config_name)
+    return run_study(experiment, *request, config_name=config_name, log=log)

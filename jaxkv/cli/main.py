@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jaxkv
 from jaxkv.cli import compilation_cache, multiprocess
-from jaxkv.cli.arguments import choose_word, value_of
+from jaxkv.cli.arguments import choose_word, take_value
 from jaxkv.cli.console import STATUS, OutputError, exit_on_interrupt, guard_streams
 from jaxkv.cli.user_errors import error_line, is_user_error
 from jaxkv.files import InstalledPackages
@@ -104,6 +104,10 @@ COMMANDS = {
     "course": Command(
         "list live commands of lecture topics; hand out and grade assignments",
         "experiments.course.command:main",
+    ),
+    "completion": Command(
+        "print a script that completes commands and options in a shell",
+        "jaxkv.cli.completion:main",
     ),
     "claims": Command(
         "list published and measured numbers with verdicts",
@@ -215,23 +219,15 @@ def _take_figure_options(
     Raises:
       ValueError: a value is missing or unknown, or no figure would be drawn.
     """
-    remaining = list(args)
-    values = {}
-    for flag in ("--style", "--format"):
-        if (value := value_of(remaining, flag)) is None:
-            if flag in remaining:
-                raise ValueError(f"{flag} has no value")
-            continue
-        if figure is None or figure not in ("", *remaining):
+    style, remaining = take_value(args, "--style")
+    kind, remaining = take_value(remaining, "--format")
+    for flag, value in (("--style", style), ("--format", kind)):
+        if value is not None and (figure is None or figure not in ("", *remaining)):
             reason = f"draws a figure only with {figure}" if figure else "draws none"
             raise ValueError(f"{flag} {value}: jaxkv {args[0]} {reason}")
-        place = [arg.partition("=")[0] for arg in remaining].index(flag)
-        del remaining[place : place + (1 if "=" in remaining[place] else 2)]
-        values[flag] = value
-    if values.get("--format", "pdf") != "pdf":
-        raise ValueError(f"--format {values['--format']}: must be pdf")
-    style = values.get("--style", FigureOptions().style)
-    return remaining, FigureOptions(style, "--format" in values)
+    if kind not in (None, "pdf"):
+        raise ValueError(f"--format {kind}: must be pdf")
+    return remaining, FigureOptions(style or FigureOptions().style, kind == "pdf")
 
 
 def _report_error(error: object, status: int) -> int:

@@ -11,6 +11,7 @@
     fit.json                     fitted law, which `jaxkv plan` reads
     server.json                  fitted server, which `jaxkv simulate` reads
     sweep.json, prediction.json  training runs of a sweep, and predictions
+    steps.jsonl                  numbers of steps, on request
 
 Every file is written under a temporary name and renamed, so a reader never sees a
 partial file. The status in `env.json` is "running" until the run is "done", was
@@ -60,6 +61,7 @@ FILES = (
     "prediction.json",
     "predictions.csv",
     "schedule.csv",
+    "steps.jsonl",
 )
 """Files that a run folder may contain, without the panels of its figure."""
 PANELS = "figure-*.*"

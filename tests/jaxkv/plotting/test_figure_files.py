@@ -53,9 +53,14 @@ def test_a_style_sets_printed_sizes(
     assert "figure.pdf" not in render_figure(draw)  # the options ended with the block
 
 
+def draw_two(axes: Any) -> None:
+    for ax in axes:
+        draw(ax)
+
+
 def test_the_columns_of_a_paper_have_its_text_width() -> None:
     with draw_with(FigureOptions("paper")):
-        files = render_figure(lambda axes: [draw(ax) for ax in axes], panels=(1, 2))
+        files = render_figure(draw_two, panels=(1, 2))
     sizes = [
         float(re.findall(r'width="([\d.]+)pt"', files[f"{name}.svg"].decode())[0]) / 72
         for name in ("figure", "figure-1")
