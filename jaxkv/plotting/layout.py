@@ -67,12 +67,17 @@ def split_panels(
         for ax in axes:
             ax.set_visible(ax is alone)
             ax.set_in_layout(ax is alone)
+        for other in alone.get_shared_y_axes().get_siblings(alone):
+            if other.get_ylabel():  # a shared axis is labelled once in the figure
+                alone.set_ylabel(other.get_ylabel())
+                alone.tick_params(labelleft=True)
         spec = alone.get_subplotspec()
         size = panel_inches(width * len(spec.colspan), height * len(spec.rowspan))
         figure.set_size_inches(*size)
         alone.set_subplotspec(figure.add_gridspec(1, 1)[0])
         for legend in [*figure.legends]:
-            _fitted(figure, legend, 72 * size[0], loc="outside upper left")
+            place = {"loc": "outside upper left", "borderaxespad": 0.4}
+            _fitted(figure, legend, 72 * size[0], **place)
         figure.set_layout_engine("constrained")
         _set_in_layout(alone, False)
         layout = figure.get_layout_engine()

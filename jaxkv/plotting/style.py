@@ -322,21 +322,29 @@ def label_log_axis(axis: "XAxis | YAxis") -> None:
     if not 0 < low < high:  # an empty axes has no limits for a logarithm
         axis.axes.set(**{f"{axis.axis_name}scale": "linear"})
         return
-    decades = math.log10(high / low)
-    steps = {0.5: (1, 1.5, 2, 3, 4, 5, 7), 0.9: (1, 2, 3, 5), 2.2: (1, 3)}
-    subs = next((x for max_decades, x in steps.items() if decades <= max_decades), (1,))
+    subs = _tick_digits(low, high)
     axis.set_major_locator(ticker.LogLocator(subs=subs))
     axis.set_major_formatter("{x:,g}")
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def label_wide_log_axis(axis: "Axis") -> None:
-    """Labels a logarithmic axis at 1 and 3 times powers of ten, as 3 x 10^9."""
+    """Labels a logarithmic axis with digits times powers of ten, as 3 x 10^9."""
     from matplotlib import ticker
 
-    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 3.0)))
+    subs = _tick_digits(*axis.get_view_interval())
+    axis.set_major_locator(ticker.LogLocator(subs=subs))
     everywhere = (float("inf"), float("inf"))
     axis.set_major_formatter(
         ticker.LogFormatterSciNotation(minor_thresholds=everywhere)
     )
     axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _tick_digits(low: float, high: float) -> tuple[float, ...]:
+    """Returns the digits that have a label in each decade, more in short ranges."""
+    decades = math.log10(high / low)
+    digits = {0.5: (1, 1.5, 2, 3, 4, 5, 7), 0.9: (1, 2, 3, 5), 2.2: (1, 3)}
+    return next(
+        (x for max_decades, x in digits.items() if decades <= max_decades), (1,)
+    )
