@@ -176,7 +176,7 @@ def plot(axes: np.ndarray, result: list[lab.Row]) -> None:
         if name in drawn:
             ax = next(free)
             runs.draw_curves(ax, rows, title)
-            label = f"{runs.LATENCY_BOUND:g} s, compared"
+            label = f"compared at {runs.LATENCY_BOUND:g} s"
             lab.draw_reference_line(ax, runs.LATENCY_BOUND, label)
             ax.set_xlim(0, panel.axis)
             ax.legend()
