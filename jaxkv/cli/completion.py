@@ -6,7 +6,7 @@ import io
 import re
 
 from jaxkv.cli.arguments import FULL_HELP, choose_word
-from jaxkv.cli.main import COMMANDS
+from jaxkv.cli.main import COMMANDS, FIGURES
 from jaxkv.cli.output import CommandOutput
 
 _SHELLS = {
@@ -69,7 +69,7 @@ def _help_words(name: str) -> list[str]:
         r"^(?:[│ ]{0,3}(--\w[-\w]*)|  ([a-z]\w+)  )", printed.getvalue(), re.MULTILINE
     )
     general = ["--json", "--help", FULL_HELP]
-    if COMMANDS[name].figure is not None:
+    if name in FIGURES:
         general += ["--style", "--format"]
     if name in ("bench", "run"):  # the options of all experiments
         general += ["--config", "--max-seconds", "--out"]

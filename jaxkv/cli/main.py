@@ -19,7 +19,7 @@ from jaxkv.cli.arguments import choose_word, take_value
 from jaxkv.cli.console import STATUS, OutputError, exit_on_interrupt, guard_streams
 from jaxkv.cli.user_errors import error_line, is_user_error
 from jaxkv.files import InstalledPackages
-from jaxkv.plotting import FigureOptions, draw_with
+from jaxkv.plotting import draw_with
 
 
 class Command(NamedTuple):
@@ -28,20 +28,16 @@ class Command(NamedTuple):
     Attributes:
       help: line of help.
       function: `module:name` of a function of arguments that returns `CommandOutput`.
-      figure: flag that makes the command draw a figure; "" if it always draws one, None
-        if it never does.
     """
 
     help: str
     function: str
-    figure: str | None = None
 
 
 COMMANDS = {
     "demo": Command(
         "serve the bundled model with static and continuous batching",
         "experiments.cli.commands:demo",
-        "",
     ),
     "list": Command(
         "list the experiments and their configs",
@@ -50,7 +46,6 @@ COMMANDS = {
     "run": Command(
         "run an experiment and keep its folder",
         "experiments.cli.commands:run_experiment",
-        "",
     ),
     "generate": Command("continue text with a model", "jaxkv.cli.generate:main"),
     "serve": Command(
@@ -61,31 +56,23 @@ COMMANDS = {
         "jaxkv.cli.replay:main",
     ),
     "view": Command(
-        "replay a recorded run in a browser, and draw its steps",
-        "jaxkv.cli.view:main",
-        "--gantt",
+        "replay a recorded run in a browser, and draw its steps", "jaxkv.cli.view:main"
     ),
-    "bench": Command(
-        "measure speed on this machine", "experiments.cli.commands:bench", ""
-    ),
+    "bench": Command("measure speed on this machine", "experiments.cli.commands:bench"),
     "cost": Command(
         "count a model's parameters, operations and bytes",
         "scaling.cli.cost.command:main",
-        "--plot",
     ),
     "simulate": Command(
         "predict the latency of a server under load",
         "scaling.cli.simulate.arguments:main",
-        "--plot",
     ),
     "train": Command("train one model", "scaling.cli.train.command:main"),
     "sweep": Command(
-        "train many models for a scaling law",
-        "scaling.cli.train.command:sweep_main",
-        "--check-coordinates",
+        "train many models for a scaling law", "scaling.cli.train.command:sweep_main"
     ),
     "fit": Command(
-        "fit scaling laws to a log of training runs", "scaling.cli.fit.command:main", ""
+        "fit scaling laws to a log of training runs", "scaling.cli.fit.command:main"
     ),
     "compare": Command(
         "compare groups of runs at equal loss", "scaling.cli.runs.compare:main"
@@ -96,10 +83,9 @@ COMMANDS = {
     "calibrate": Command(
         "fit a server's step times to measured runs",
         "scaling.cli.calibrate.command:main",
-        "",
     ),
     "plan": Command(
-        "choose the best model for a budget", "scaling.cli.plan.command:main", "--plot"
+        "choose the best model for a budget", "scaling.cli.plan.command:main"
     ),
     "course": Command(
         "list live commands of lecture topics; hand out and grade assignments",
@@ -114,6 +100,11 @@ COMMANDS = {
         "experiments.cli.results_page:main",
     ),
 }
+
+FIGURES = dict.fromkeys(("bench", "calibrate", "demo", "fit", "run"), "")
+FIGURES |= dict.fromkeys(("cost", "plan", "simulate"), "--plot")
+FIGURES |= {"sweep": "--check-coordinates", "view": "--gantt"}
+"""Commands that draw, with the flag that makes them; "" if they always do."""
 
 _USAGE = f"""usage: jaxkv COMMAND [OPTIONS]
 
@@ -169,12 +160,15 @@ def main(args: list[str] | None = None) -> int:
                 helps = {name: command.help for name, command in COMMANDS.items()}
                 name = choose_word(args, "command", helps, _USAGE)
                 multiprocess.check_command(name)
-                args, options = _take_figure_options(args, COMMANDS[name].figure)
+                style, args = _take_figure_option(args, "--style")
+                kind, args = _take_figure_option(args, "--format")
+                if kind not in (None, "pdf"):
+                    raise ValueError(f"--format {kind}: must be pdf")
                 module, _, function = COMMANDS[name].function.partition(":")
                 call = getattr(importlib.import_module(module), function)
                 # `serve` prints its address before it ends.
                 streams = [documents] if name == "serve" else []
-                with draw_with(options):
+                with draw_with(style or "page", has_pdf=kind == "pdf"):
                     answer = call(args[1:], *streams)
         if answer is not None and multiprocess.is_first_process():
             if not as_json:
@@ -207,27 +201,15 @@ def main(args: list[str] | None = None) -> int:
         return 1
 
 
-def _take_figure_options(
-    args: list[str], figure: str | None
-) -> tuple[list[str], FigureOptions]:
-    """Removes --style and --format from arguments.
-
-    Args:
-      args: command and its arguments.
-      figure: flag that makes the command draw, as in `Command`.
-
-    Raises:
-      ValueError: a value is missing or unknown, or no figure would be drawn.
-    """
-    style, remaining = take_value(args, "--style")
-    kind, remaining = take_value(remaining, "--format")
-    for flag, value in (("--style", style), ("--format", kind)):
-        if value is not None and (figure is None or figure not in ("", *remaining)):
-            reason = f"draws a figure only with {figure}" if figure else "draws none"
-            raise ValueError(f"{flag} {value}: jaxkv {args[0]} {reason}")
-    if kind not in (None, "pdf"):
-        raise ValueError(f"--format {kind}: must be pdf")
-    return remaining, FigureOptions(style or FigureOptions().style, kind == "pdf")
+def _take_figure_option(args: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """Removes an option of figures; refuses it if the command would draw none."""
+    value, remaining = take_value(args, flag)
+    needed = FIGURES.get(args[0])
+    flags = {"", *(arg.partition("=")[0] for arg in remaining)}
+    if value is not None and needed not in flags:
+        reason = f"draws a figure only with {needed}" if needed else "draws none"
+        raise ValueError(f"{flag} {value}: jaxkv {args[0]} {reason}")
+    return value, remaining
 
 
 def _report_error(error: object, status: int) -> int:

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
         slot_color,
     )
     from jaxkv.plotting.style import (
-        FIGURE_STYLES,
         FONT_POINTS,
         PANEL_SIZE_INCHES,
-        FigureOptions,
         Panels,
         annotate,
         draw_curve,

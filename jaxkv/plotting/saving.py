@@ -34,36 +34,25 @@ def save_figure(
         image = Image.open(png).convert("RGB")
         png = io.BytesIO()
         image.quantize(128, dither=Image.Dither.NONE).save(png, "png")
-    files = {f"{name}.svg": _scale_svg(svg.getvalue(), scale)}
-    files[f"{name}.png"] = png.getvalue()
+    scaled = re.sub(  # the viewBox keeps the coordinates
+        rb'\b(width|height)="([\d.]+)pt"',
+        lambda match: b'%b="%gpt"' % (match[1], scale * float(match[2])),
+        svg.getvalue(),
+        count=2,
+    )
+    files = {f"{name}.svg": scaled, f"{name}.png": png.getvalue()}
     if has_pdf:
-        files[f"{name}.pdf"] = _pdf(figure, scale)
+        from matplotlib.backends.backend_pdf import Op, PdfFile, PdfPages
+
+        class ScaledFile(PdfFile):
+            def newPage(self, width: float, height: float) -> None:
+                super().newPage(scale * width, scale * height)
+                self.output(scale, 0, 0, scale, 0, 0, Op.concat_matrix)
+
+        pdf = io.BytesIO()
+        pages = PdfPages(pdf)
+        pages._file = ScaledFile(pdf, metadata={"CreationDate": None})
+        pages.savefig(figure)
+        pages.close()
+        files[f"{name}.pdf"] = pdf.getvalue()
     return files
-
-
-def _scale_svg(content: bytes, scale: float) -> bytes:
-    """Scales width and height of the image; its viewBox keeps the coordinates."""
-    if scale == 1:
-        return content
-
-    def size(match: re.Match[bytes]) -> bytes:
-        return b'%b="%gpt"' % (match[1], scale * float(match[2]))
-
-    return re.sub(rb'\b(width|height)="([\d.]+)pt"', size, content, count=2)
-
-
-def _pdf(figure: "Figure", scale: float) -> bytes:
-    """Returns a PDF whose page and coordinates are scaled."""
-    from matplotlib.backends.backend_pdf import Op, PdfFile, PdfPages
-
-    class ScaledFile(PdfFile):
-        def newPage(self, width: float, height: float) -> None:
-            super().newPage(scale * width, scale * height)
-            self.output(scale, 0, 0, scale, 0, 0, Op.concat_matrix)
-
-    buffer = io.BytesIO()
-    pages = PdfPages(buffer)
-    pages._file = ScaledFile(buffer, metadata={"CreationDate": None})
-    pages.savefig(figure)
-    pages.close()
-    return buffer.getvalue()

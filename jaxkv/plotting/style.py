@@ -125,32 +125,19 @@ FIGURE_STYLES = {
 """Styles by name; "page" is the default."""
 
 
-class FigureOptions(NamedTuple):
-    """Style and further formats of the figures that are drawn.
-
-    Attributes:
-      style: name in `FIGURE_STYLES`.
-      has_pdf: True to write a PDF of every figure in addition to SVG and PNG.
-    """
-
-    style: str = "page"
-    has_pdf: bool = False
-
-
-_OPTIONS = ContextVar[FigureOptions]("figure_options")
+_OPTIONS = ContextVar[tuple[FigureStyle, bool]]("figure_options")
 
 
 @contextlib.contextmanager
-def draw_with(options: FigureOptions) -> Generator[None]:
-    """Draws the figures of a `with` block with other options.
+def draw_with(style: str, has_pdf: bool = False) -> Generator[None]:
+    """Draws the figures of a `with` block in a style, on request also as PDF.
 
     Raises:
       ValueError: the style is unknown.
     """
-    if options.style not in FIGURE_STYLES:
-        line = validation.format_unknown_name("style", options.style, FIGURE_STYLES)
-        raise ValueError(line)
-    token = _OPTIONS.set(options)
+    if style not in FIGURE_STYLES:
+        raise ValueError(validation.format_unknown_name("style", style, FIGURE_STYLES))
+    token = _OPTIONS.set((FIGURE_STYLES[style], has_pdf))
     try:
         yield
     finally:
@@ -193,8 +180,7 @@ def render_figure(
         raise ValueError(
             f"width={columns * width:g} inches must be in (0, {PRINT_WIDTH_INCHES}]"
         )
-    options = _OPTIONS.get(FigureOptions())
-    sizes = FIGURE_STYLES[options.style]
+    sizes, has_pdf = _OPTIONS.get((FIGURE_STYLES["page"], False))
     cell_inches = sizes.panel_inches(width, height, columns, rows)
     files: dict[str, bytes] = {}
     cycle = {"axes.prop_cycle": cycler(color=colors())}
@@ -204,12 +190,12 @@ def render_figure(
         plot(figure.subplots(rows, columns))
         _close_ranks(figure, cell_inches)
         layout.arrange_panels(figure)
-        files |= saving.save_figure(figure, "figure", sizes.scale, options.has_pdf)
+        files |= saving.save_figure(figure, "figure", sizes.scale, has_pdf)
         files["figure.csv"] = plotted_data.figure_csv(figure).encode()
         split = layout.split_panels(figure, size_inches, sizes.panel_inches)
         for number, panel in enumerate(split, 1):
             name = f"figure-{number}"
-            files |= saving.save_figure(panel, name, sizes.scale, options.has_pdf)
+            files |= saving.save_figure(panel, name, sizes.scale, has_pdf)
     return files
 
 

@@ -169,8 +169,10 @@ def plot(axes: np.ndarray, result: list[lab.Row]) -> None:
         if "paged" in loads and oracle is not None and oracle.relation == "is":
             both = curves["paged"], curves[published.ORACLE]
             gain = load_ratio(*both, runs.LATENCY_BOUND)
-            gains[name] = gain, loads["paged"].relation == "is"
-            prefix = "" if loads["paged"].relation == "is" else "at least "
+            prefix = "at least "
+            if loads["paged"].relation == "is":
+                prefix = ""
+                gains[name] = gain
             title = f"{name}, {panel.title}: {prefix}{gain:.1f} times the load of "
             title += published.ORACLE
         if name in drawn:
@@ -192,38 +194,24 @@ def plot(axes: np.ndarray, result: list[lab.Row]) -> None:
         ax.remove()
 
 
-def _draw_gains(ax: "Axes", figure: str, gains: dict[str, tuple[float, bool]]) -> None:
-    """Draws the gain over Orca (Oracle) in every panel of a figure.
-
-    Args:
-      ax: axes.
-      figure: number of the figure.
-      gains: load over that of Orca (Oracle) by panel, and False for a lower bound.
-    """
-    shared = published.CLAIMS.published("load")[published.ORACLE]
-    single = published.CLAIMS.published("several")
-    is_labelled: set[str] = set()
-
-    def draw(system: str, x: int, y: list[float], label: str, **look: Any) -> None:
-        shown = "" if label in is_labelled else label
-        is_labelled.add(label)
-        place = [x] * len(y)
-        lab.draw_curve(ax, place, y, system, shown, markersize=6, **look)
-
-    for x, (name, (gain, is_exact)) in enumerate(gains.items()):
-        if name in ("12a", "12b", "12c"):
-            draw("published", x, [*shared], "the paper's, over models", linewidth=1.2)
-        elif name in single:
-            draw("published", x, [single[name]], "the paper's", linestyle="")
-        label = "simulated" if is_exact else "simulated, at least"
-        mark = "o" if is_exact else "^"
-        draw("paged", x, [gain], label, linestyle="", marker=mark)
+def _draw_gains(ax: "Axes", figure: str, gains: dict[str, float]) -> None:
+    """Draws the load over that of Orca (Oracle) by panel of a figure."""
+    over_models = published.CLAIMS.published("load")[published.ORACLE]
+    printed = dict.fromkeys(("12a", "12b", "12c"), over_models)
+    printed |= {x: [gain] for x, gain in published.CLAIMS.published("several").items()}
+    label = "the paper's; a line: over models"
+    for x, name in enumerate(gains):
+        if name in printed:
+            y = printed[name]
+            look = {"linewidth": 1.2, "markersize": 6}
+            lab.draw_curve(ax, [x] * len(y), y, "published", label, **look)
+            label = ""
+    look = {"linestyle": "", "markersize": 6}
+    lab.draw_curve(ax, range(len(gains)), [*gains.values()], "paged", "paged", **look)
     lab.draw_reference_line(ax, 1.0)
     ax.set_xticks(range(len(gains)), [*gains])
-    low = min(gain for gain, _ in gains.values())
-    high = max(gain for gain, _ in gains.values())
-    title = f"Figure {figure}: {low:.1f} to {high:.1f} times the load of "
-    title += published.ORACLE
+    title = f"Figure {figure}: {min(gains.values()):.1f} to {max(gains.values()):.1f} "
+    title += f"times the load of {published.ORACLE}"
     lab.set_labels(ax, title, "", "gain in load [ratio]")
     ax.set(xlim=(-0.5, len(gains) - 0.5), ylim=(0, 1.1 * ax.dataLim.y1))
     ax.legend()

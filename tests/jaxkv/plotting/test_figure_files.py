@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxkv.plotting import FigureOptions, draw_with, render_figure, style
+from jaxkv.plotting import draw_with, render_figure, style
 from tests.support.commands import assert_refused, command
 
 
@@ -29,7 +29,7 @@ def draw(ax: Any) -> None:
 def test_a_style_sets_printed_sizes(
     name: str, size_inches: tuple[float, float], points: float
 ) -> None:
-    with draw_with(FigureOptions(name, has_pdf=True)):
+    with draw_with(name, has_pdf=True):
         files = render_figure(draw)
     # A PDF has its page in points, and one matrix that scales all of its text.
     pdf = files["figure.pdf"]
@@ -59,18 +59,13 @@ def draw_two(axes: Any) -> None:
 
 
 def test_the_columns_of_a_paper_have_its_text_width() -> None:
-    with draw_with(FigureOptions("paper")):
+    with draw_with("paper"):
         files = render_figure(draw_two, panels=(1, 2))
     sizes = [
         float(re.findall(r'width="([\d.]+)pt"', files[f"{name}.svg"].decode())[0]) / 72
         for name in ("figure", "figure-1")
     ]
     assert sizes == pytest.approx([6.8, 3.3])
-
-
-def test_an_unknown_style_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown style 'papr'"):
-        draw_with(FigureOptions("papr")).__enter__()
 
 
 def test_plotted_data_are_one_table() -> None:
@@ -81,31 +76,31 @@ def test_plotted_data_are_one_table() -> None:
         draw(curves)
         style.shade_band(curves, x, x - 1, x + 2, "C0", 0.2)
         style.draw_reference_line(curves, 5.5, "objective")
-        curves.errorbar(x, x, yerr=[0.5, 0.25], label="measured")
+        curves.errorbar(x, x, yerr=[0.5, 0.25], capsize=3, label="measured")
         curves.scatter([7], [8], label="one run")
         curves.vlines([9], [1], [2], label="range")
+        curves.stairs([4, 6], [0, 1, 2], label="reserved")
         bars.bar([-0.2, 0.8], [1, 2], 0.4, label="paged")
         bars.barh([5], [3], left=1, label="wide")
         bars.set_xticks([0, 1], ["chat\n13B", "code"])
 
     table = render_figure(plot, panels=(1, 2))["figure.csv"].decode()
-    rows = list(csv.reader(io.StringIO(table)))
-    assert rows[0] == [
-        *("panel", "x_axis", "y_axis", "series"),
-        *("x", "y", "low", "high"),
-    ]
-    assert {tuple(row[:3]) for row in rows[1:]} == {
-        ("1", "load [requests/s]", "latency [s]"),
-        ("2", "", ""),
-    }
-    assert {tuple(row[3:]) for row in rows[1:]} == {
+    heads, *rows = csv.reader(io.StringIO(table))
+    assert heads == "panel x_axis y_axis series x y low high".split()
+    panels = {("1", "load [requests/s]", "latency [s]"), ("2", "", "")}
+    assert {tuple(row[:3]) for row in rows} == panels
+    assert {tuple(row[3:]) for row in rows} == {
         ("ours", "1", "3", "", ""),
         ("ours", "2", "4", "", ""),
         ("", "1", "", "0", "3"),
         ("", "2", "", "1", "4"),
         ("objective", "", "5.5", "", ""),
-        ("measured", "1", "1", "0.5", "1.5"),
-        ("measured", "2", "2", "1.75", "2.25"),
+        ("measured", "1", "1", "", ""),
+        ("measured", "2", "2", "", ""),
+        ("measured", "1", "", "0.5", "1.5"),
+        ("measured", "2", "", "1.75", "2.25"),
+        ("reserved", "0", "4", "", ""),
+        ("reserved", "1", "6", "", ""),
         ("one run", "7", "8", "", ""),
         ("range", "9", "", "1", "2"),
         ("paged", "chat 13B", "1", "0", "1"),
