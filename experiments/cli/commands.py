@@ -46,7 +46,11 @@ def demo(args: list[str]) -> CommandOutput:
                 "KV memory that it reserved held tokens"
             )
     record = Path("experiments/records/isoflop")  # not in an installed wheel
-    fit = f"jaxkv fit {record}" if record.is_dir() else "jaxkv plan --flops 1e21"
+    fit = (
+        f"jaxkv fit {record} --out runs/law"
+        if record.is_dir()
+        else "jaxkv plan --flops 1e21"
+    )
     lines += _NEXT_STEPS.format(fit=fit).split("\n")
     parts = [x for x in answer.parts if not isinstance(x, Verdicts)]
     return answer._replace(parts=parts, lines=lines)

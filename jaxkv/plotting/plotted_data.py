@@ -5,8 +5,6 @@ import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -33,6 +31,7 @@ def figure_csv(figure: "Figure") -> str:
 
 def _points(ax: "Axes") -> Iterator[tuple[object, ...]]:
     """Yields label, x, y, low and high of all points; None without such a value."""
+    import numpy as np
     from matplotlib import collections, container, patches
 
     names = {}  # of the parts of error bars

@@ -178,13 +178,12 @@ def draw_isoflop_groups(ax: "Axes", result: LogFits) -> None:
         if not selected.any():  # no run of this group is drawn
             continue
         flops = float(np.exp(np.log(result.flops[selected]).mean()))
-        mantissa, exponent = f"{flops:.1e}".split("e")
         x = result.num_params[selected]
         y = result.loss[selected]
         ax.plot(
             x,
             y,
-            label=rf"${mantissa}\times10^{{{int(exponent)}}}$ FLOP",
+            label=f"{flops:.2g} FLOP",
             linestyle="",
             marker=next(marks),
             color=color,
