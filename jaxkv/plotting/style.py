@@ -125,7 +125,7 @@ FIGURE_STYLES = {
 """Styles by name; "page" is the default."""
 
 
-_OPTIONS = ContextVar[tuple[FigureStyle, bool]]("figure_options")
+_FIGURE_OPTIONS = ContextVar[tuple[FigureStyle, bool]]("figure_options")
 
 
 @contextlib.contextmanager
@@ -137,11 +137,11 @@ def draw_with(style: str, has_pdf: bool = False) -> Generator[None]:
     """
     if style not in FIGURE_STYLES:
         raise ValueError(validation.format_unknown_name("style", style, FIGURE_STYLES))
-    token = _OPTIONS.set((FIGURE_STYLES[style], has_pdf))
+    token = _FIGURE_OPTIONS.set((FIGURE_STYLES[style], has_pdf))
     try:
         yield
     finally:
-        _OPTIONS.reset(token)
+        _FIGURE_OPTIONS.reset(token)
 
 
 def render_figure(
@@ -180,7 +180,7 @@ def render_figure(
         raise ValueError(
             f"width={columns * width:g} inches must be in (0, {PRINT_WIDTH_INCHES}]"
         )
-    sizes, has_pdf = _OPTIONS.get((FIGURE_STYLES["page"], False))
+    sizes, has_pdf = _FIGURE_OPTIONS.get((FIGURE_STYLES["page"], False))
     cell_inches = sizes.panel_inches(width, height, columns, rows)
     files: dict[str, bytes] = {}
     cycle = {"axes.prop_cycle": cycler(color=colors())}

@@ -21,9 +21,9 @@ def draw(ax: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "size_inches", "points"),
     [
-        ("page", (3.4, 3.2), 9.0),
         ("paper", (3.3, 3.2 * 8 / 9), 8.0),
-        ("slide", (40 / 3, 7.5), 18.0),
+        pytest.param("page", (3.4, 3.2), 9.0, marks=pytest.mark.thorough),
+        pytest.param("slide", (40 / 3, 7.5), 18.0, marks=pytest.mark.thorough),
     ],
 )
 def test_a_style_sets_printed_sizes(
@@ -50,9 +50,9 @@ def test_a_style_sets_printed_sizes(
     assert [float(x) / 72 for x in svg.groups()] == pytest.approx(size_inches)
     width, height = (int.from_bytes(files["figure.png"][i : i + 4]) for i in (16, 20))
     assert (width / 200, height / 200) == pytest.approx(size_inches, abs=0.02)
-    assert "figure.pdf" not in render_figure(draw)  # the options ended with the block
 
 
+@pytest.mark.thorough
 def draw_two(axes: Any) -> None:
     for ax in axes:
         draw(ax)
@@ -61,6 +61,7 @@ def draw_two(axes: Any) -> None:
 def test_the_columns_of_a_paper_have_its_text_width() -> None:
     with draw_with("paper"):
         files = render_figure(draw_two, panels=(1, 2))
+    assert "figure.pdf" not in files
     sizes = [
         float(re.findall(r'width="([\d.]+)pt"', files[f"{name}.svg"].decode())[0]) / 72
         for name in ("figure", "figure-1")
