@@ -52,12 +52,12 @@ def test_a_style_sets_printed_sizes(
     assert (width / 200, height / 200) == pytest.approx(size_inches, abs=0.02)
 
 
-@pytest.mark.thorough
 def draw_two(axes: Any) -> None:
     for ax in axes:
         draw(ax)
 
 
+@pytest.mark.thorough
 def test_the_columns_of_a_paper_have_its_text_width() -> None:
     with draw_with("paper"):
         files = render_figure(draw_two, panels=(1, 2))
