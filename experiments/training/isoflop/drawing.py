@@ -141,8 +141,8 @@ def _draw_losses(ax: "Axes", result: Result) -> None:
         at, predicted["low"], predicted["high"], color=color, linewidth=3, alpha=0.5
     )
     by_law = [*predicted["by_law"].values()]
-    look = {"color": "k", "markersize": 7, "label": "each law"}
-    ax.plot([at] * len(by_law), by_law, "_", **look)
+    places = [at] * len(by_law)
+    ax.plot(places, by_law, "_", color="k", markersize=7, label="each law")
     label = f"predicted: mean of {len(by_law)} laws, {level:.0%} interval"
     ax.plot([at], [value], "D", color=color, markersize=5, label=label)
     title = f"Ten times the compute: predicted {value:.3f} nats/token"
