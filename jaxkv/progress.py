@@ -1,6 +1,6 @@
 """How long computations report progress and learn that they should stop."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 
@@ -40,6 +40,10 @@ class Progress(Protocol):
         """Replaces the text below the bars."""
         ...
 
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Records the numbers of a step, such as a loss; does not change the work."""
+        ...
+
 
 class Quiet:
     """Progress that displays no output and never stops."""
@@ -58,6 +62,9 @@ class Quiet:
 
     def show(self, content: str) -> None:
         """Ignores the text."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Ignores the numbers."""
 
 
 QUIET = Quiet()

@@ -180,6 +180,12 @@ def test_the_citation_has_the_version() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {jaxkv.__version__}\n" in citation
     assert jaxkv.__version__ == metadata.version("jaxkv")
+    page = (DOCS / "index.md").read_text(encoding="utf-8")
+    entry = dict(re.findall(r"^  (\w+) = \{+(.*?)\}+,?$", page, re.MULTILINE))
+    assert entry.keys() == {"author", "title", "version", "year", "license"}
+    fields = f'title: "{entry["title"]}"', f"- name: {entry['author']}"
+    fields += f"version: {entry['version']}", f"license: {entry['license']}"
+    assert all(f"{field}\n" in citation for field in fields)
 
 
 def test_asterisks_are_emphasis_or_escaped() -> None:

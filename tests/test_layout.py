@@ -69,7 +69,7 @@ MAX_PACKAGE_ENTRIES = 25
 # Files that may import a third-party library (or a part of it).
 ALLOWED_IMPORTERS = {
     "matplotlib": ("jaxkv/plotting/*", "scaling/cli/*", "experiments/*"),
-    "PIL": ("jaxkv/plotting/style.py",),
+    "PIL": ("jaxkv/plotting/saving.py",),
     "tyro": ("jaxkv/cli/parsing.py",),
     "flax": (
         "jaxkv/models/layers/*.py",

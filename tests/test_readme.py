@@ -169,7 +169,7 @@ GENERATED_FILES = (
 
 COMMANDS = ("bench", "calibrate", "claims", "cost", "demo", "fit", "generate", "list")
 COMMANDS = (*COMMANDS, "plan", "replay", "run", "serve", "simulate", "sweep", "train")
-COMMANDS = (*COMMANDS, "compare", "course", "next", "records", "view")
+COMMANDS = (*COMMANDS, "compare", "completion", "course", "next", "records", "view")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -11,9 +11,11 @@ if TYPE_CHECKING:
         is_word,
         parse_changes,
         parse_subject,
+        take_value,
         value_of,
     )
     from jaxkv.cli.console.interrupts import RESUMABLE, WorkStopped
+    from jaxkv.cli.console.step_log import open_step_log
     from jaxkv.cli.console.terminal import Terminal
     from jaxkv.cli.console.terminal_text import last_lines, make_printable
     from jaxkv.cli.output import CommandOutput

@@ -73,6 +73,22 @@ def value_of(args: list[str], flag: str) -> str | None:
     return None
 
 
+def take_value(args: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """Returns the value of a flag, None without it, and the other arguments.
+
+    Raises:
+      ValueError: the flag has no value.
+    """
+    names = [arg.partition("=")[0] for arg in args]
+    if flag not in names:
+        return None, args
+    if (value := value_of(args, flag)) is None:
+        raise ValueError(f"{flag} has no value")
+    place = names.index(flag)
+    end = place + (1 if "=" in args[place] else 2)
+    return value, args[:place] + args[end:]
+
+
 def parse_subject[T](
     args: list[str],
     options: type[T],

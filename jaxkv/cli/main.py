@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import jaxkv
 from jaxkv.cli import compilation_cache, multiprocess
-from jaxkv.cli.arguments import choose_word
+from jaxkv.cli.arguments import choose_word, take_value
 from jaxkv.cli.console import STATUS, OutputError, exit_on_interrupt, guard_streams
 from jaxkv.cli.user_errors import error_line, is_user_error
 from jaxkv.files import InstalledPackages
+from jaxkv.plotting import draw_with
 
 
 class Command(NamedTuple):
@@ -94,16 +95,26 @@ COMMANDS = {
         "list the project's records with their age, and make them again",
         "experiments.cli.records:main",
     ),
+    "completion": Command(
+        "print a script that completes commands and options in a shell",
+        "jaxkv.cli.completion:main",
+    ),
     "claims": Command(
         "list published and measured numbers with verdicts",
         "experiments.cli.results_page:main",
     ),
 }
 
+FIGURES = dict.fromkeys(("bench", "calibrate", "demo", "fit", "run"), "")
+FIGURES |= dict.fromkeys(("cost", "plan", "simulate"), "--plot")
+FIGURES |= {"sweep": "--check-coordinates", "view": "--gantt"}
+"""Commands that draw, with the flag that makes them; "" if they always do."""
+
 _USAGE = f"""usage: jaxkv COMMAND [OPTIONS]
 
 Every command takes --help, --help-all for the whole text of its options, and
---json for one JSON document on standard output.
+--json for one JSON document on standard output. Commands that draw take --style
+paper or slide for the sizes of text and figure, and --format pdf.
 
 {multiprocess.HELP}"""
 
@@ -153,11 +164,16 @@ def main(args: list[str] | None = None) -> int:
                 helps = {name: command.help for name, command in COMMANDS.items()}
                 name = choose_word(args, "command", helps, _USAGE)
                 multiprocess.check_command(name)
+                style, args = _take_figure_option(args, "--style")
+                kind, args = _take_figure_option(args, "--format")
+                if kind not in (None, "pdf"):
+                    raise ValueError(f"--format {kind}: must be pdf")
                 module, _, function = COMMANDS[name].function.partition(":")
                 call = getattr(importlib.import_module(module), function)
                 # `serve` prints its address before it ends.
                 streams = [documents] if name == "serve" else []
-                answer = call(args[1:], *streams)
+                with draw_with(style or "page", has_pdf=kind == "pdf"):
+                    answer = call(args[1:], *streams)
         if answer is not None and multiprocess.is_first_process():
             if not as_json:
                 from jaxkv.cli.console import print_parts
@@ -187,6 +203,17 @@ def main(args: list[str] | None = None) -> int:
             return _report_error(error, 2)
         traceback.print_exc()
         return 1
+
+
+def _take_figure_option(args: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """Removes an option of figures; refuses it if the command would draw none."""
+    value, remaining = take_value(args, flag)
+    needed = FIGURES.get(args[0])
+    flags = {"", *(arg.partition("=")[0] for arg in remaining)}
+    if value is not None and needed not in flags:
+        reason = f"draws a figure only with {needed}" if needed else "draws none"
+        raise ValueError(f"{flag} {value}: jaxkv {args[0]} {reason}")
+    return value, remaining
 
 
 def _report_error(error: object, status: int) -> int:

@@ -24,6 +24,7 @@ def run_study(
     out: Path | None,
     max_seconds: float = math.inf,
     config_name: str = "",
+    log: str | None = None,
 ) -> CommandOutput:
     """Runs an experiment into a run folder.
 
@@ -37,6 +38,7 @@ def run_study(
       out: folder for the results, as for `run_folder.new_folder`.
       max_seconds: time limit in s.
       config_name: name of the shipped config that `config` was made from, if any.
+      log: destination of the numbers of steps, as for `console.open_step_log`.
 
     Returns:
       Folder, claims and metrics. The status is 130 if the run was ended early, 143
@@ -48,17 +50,23 @@ def run_study(
         the config; or the experiment had no result when it was stopped, and the folder
         is removed.
       ValueError: the folder or an input named in the config cannot be used, and the
-        folder is removed; or another process is writing there.
+        folder is removed; or another process is writing there; or the study has no
+        steps to log.
     """
     from jaxkv.cli import console
     from jaxkv.report import lock_folder
 
-    with lock_folder(out, experiment.name) as folder:
+    if log is not None and not experiment.study_of(config).has_steps:
+        raise ValueError(f"--log {log}: {experiment.name} has no steps to log")
+    with (
+        lock_folder(out, experiment.name) as folder,
+        console.open_step_log(log, folder) as log_step,
+    ):
 
         def last_words() -> str:
             return _give_up(folder, KeyboardInterrupt())
 
-        with console.Terminal(last_words, max_seconds=max_seconds) as bars:
+        with console.Terminal(last_words, max_seconds, log_step) as bars:
             goes_on = bool(getattr(config, "folder", ""))  # has resumable results
             try:
                 saved_run = _carry_out(experiment, config, folder, bars, config_name)

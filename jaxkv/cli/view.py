@@ -26,7 +26,7 @@ class ViewOptions:
     svg: Annotated[Path | None, parsing.describe_default("none")] = None
     """SVG picture of one step, see --step."""
     gantt: Annotated[Path | None, parsing.describe_default("none")] = None
-    """Figure of the slots over all steps, .svg or .png."""
+    """Figure of the slots over all steps, .svg or .png, or .pdf with --format pdf."""
     perfetto: Annotated[Path | None, parsing.describe_default("none")] = None
     """JSON file for ui.perfetto.dev and chrome://tracing."""
     step: int = 0
@@ -76,9 +76,13 @@ def main(args: list[str]) -> CommandOutput:
     if options.svg is not None:
         contents[options.svg] = draw_step(trace, options.step)
     if options.gantt is not None:
-        if options.gantt.suffix not in (".svg", ".png"):
-            raise ValueError(f"--gantt {options.gantt}: must end in .svg or .png")
-        contents[options.gantt] = _draw_gantt(part, options.gantt.suffix)
+        figures = _draw_gantt(part)
+        if (name := f"figure{options.gantt.suffix}") not in figures:
+            raise ValueError(
+                f"--gantt {options.gantt}: must end in .svg or .png, or in .pdf "
+                "with --format pdf"
+            )
+        contents[options.gantt] = figures[name]
     if options.perfetto is not None:
         contents[options.perfetto] = make_perfetto_trace(part)
     for file, content in contents.items():
@@ -91,8 +95,8 @@ def main(args: list[str]) -> CommandOutput:
     return CommandOutput(document, [], [f"{trace}", *document["files"]])
 
 
-def _draw_gantt(trace: "RunTrace", suffix: str) -> bytes:
-    """Returns the figure of slots over steps, as SVG or PNG."""
+def _draw_gantt(trace: "RunTrace") -> dict[str, bytes]:
+    """Returns the files of the figure of slots over steps."""
     import numpy as np
 
     from jaxkv.plotting import draw_slots, render_figure
@@ -105,4 +109,4 @@ def _draw_gantt(trace: "RunTrace", suffix: str) -> bytes:
         ax.set_xlabel("step [1]")
         ax.set_title("Requests in the slots")
 
-    return render_figure(plot, size_inches=(6.8, 3.2))[f"figure{suffix}"]
+    return render_figure(plot, size_inches=(6.8, 3.2))

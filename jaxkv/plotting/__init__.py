@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         draw_curve,
         draw_reference_line,
         draw_ridge,
+        draw_with,
         label_log_axis,
         label_wide_log_axis,
         render_figure,

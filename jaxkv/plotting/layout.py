@@ -1,7 +1,7 @@
 """Layout of figures: titles, legends and axes of panels, and single panels."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,12 +43,17 @@ def arrange_panels(figure: Any) -> None:
     figure.set_layout_engine("none")  # saving does not repeat the layout
 
 
-def split_panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]:
+def split_panels(
+    figure: Any,
+    size_inches: tuple[float, float],
+    panel_inches: Callable[[float, float], tuple[float, float]],
+) -> Iterator[Any]:
     """Reduces a figure to one panel after another, at the size of the panel.
 
     Args:
       figure: an arranged figure; afterwards it has only its last panel.
       size_inches: width and height of a panel that spans one row and one column.
+      panel_inches: returns the size of a separate panel for its width and height.
 
     Yields:
       The figure with a single panel and the legends of the whole figure; no figure
@@ -62,12 +67,17 @@ def split_panels(figure: Any, size_inches: tuple[float, float]) -> Iterator[Any]
         for ax in axes:
             ax.set_visible(ax is alone)
             ax.set_in_layout(ax is alone)
+        for other in alone.get_shared_y_axes().get_siblings(alone):
+            if other.get_ylabel():  # a shared axis is labelled once in the figure
+                alone.set_ylabel(other.get_ylabel())
+                alone.tick_params(labelleft=True)
         spec = alone.get_subplotspec()
-        size = width * len(spec.colspan), height * len(spec.rowspan)
+        size = panel_inches(width * len(spec.colspan), height * len(spec.rowspan))
         figure.set_size_inches(*size)
         alone.set_subplotspec(figure.add_gridspec(1, 1)[0])
         for legend in [*figure.legends]:
-            _fitted(figure, legend, 72 * size[0], loc="outside upper left")
+            place = {"loc": "outside upper left", "borderaxespad": 0.4}
+            _fitted(figure, legend, 72 * size[0], **place)
         figure.set_layout_engine("constrained")
         _set_in_layout(alone, False)
         layout = figure.get_layout_engine()

@@ -2,22 +2,23 @@
 
 A figure is drawn at its printed width, at most `PRINT_WIDTH_INCHES`, so that font sizes
 are those on paper. `render_figure` wraps titles, moves legends between title and data,
-and makes bar axes include zero.
+and makes bar axes include zero. `FIGURE_STYLES` has other printed sizes.
 """
 
-import io
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxkv.plotting import layout, systems
+from jaxkv import validation
+from jaxkv.plotting import layout, plotted_data, saving, systems
 from jaxkv.plotting.systems import colors as colors
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis, XAxis, YAxis
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.typing import ColorType
     from numpy.typing import ArrayLike
@@ -29,8 +30,6 @@ PRINT_WIDTH_INCHES = 6.8
 PANEL_SIZE_INCHES = (3.4, 3.2)
 FONT_POINTS = 9
 """Font size of all text except titles; the smallest size in a figure."""
-LARGE_BYTES = 40_000
-"""PNG size from which the number of colours is reduced."""
 
 STYLE: dict[str, Any] = {
     "axes.formatter.limits": (
@@ -89,6 +88,62 @@ class Panels(NamedTuple):
         return width, self.height_inches
 
 
+class FigureStyle(NamedTuple):
+    """Printed sizes of figures.
+
+    A figure is laid out with the font sizes of `STYLE` and scaled as a whole.
+
+    Attributes:
+      scale: printed size of text, lines and markers over that of `STYLE`.
+      column_inches: printed width of a single panel of the usual width.
+      page_inches: printed width of a wide panel, or of all columns.
+      height_inches: printed height of a single panel; 0 scales the height it has.
+    """
+
+    scale: float
+    column_inches: float
+    page_inches: float
+    height_inches: float = 0.0
+
+    def panel_inches(
+        self, width: float, height: float, columns: int = 1, rows: int = 1
+    ) -> tuple[float, float]:
+        """Returns width and height of a panel before scaling."""
+        is_narrow = columns == 1 and width <= PANEL_SIZE_INCHES[0]
+        base = PANEL_SIZE_INCHES[0] if is_narrow else PRINT_WIDTH_INCHES
+        printed = self.column_inches if is_narrow else self.page_inches
+        if self.height_inches and rows == columns == 1:
+            height = self.height_inches / self.scale
+        return width * printed / base / self.scale, height
+
+
+FIGURE_STYLES = {
+    "page": FigureStyle(1.0, PANEL_SIZE_INCHES[0], PRINT_WIDTH_INCHES),
+    "paper": FigureStyle(8 / FONT_POINTS, 3.3, 6.8),  # 8 points, 1 or 2 columns
+    "slide": FigureStyle(18 / FONT_POINTS, 40 / 3, 40 / 3, 7.5),  # 18 points, 16:9
+}
+"""Styles by name; "page" is the default."""
+
+
+_FIGURE_OPTIONS = ContextVar[tuple[FigureStyle, bool]]("figure_options")
+
+
+@contextlib.contextmanager
+def draw_with(style: str, has_pdf: bool = False) -> Generator[None]:
+    """Draws the figures of a `with` block in a style, on request also as PDF.
+
+    Raises:
+      ValueError: the style is unknown.
+    """
+    if style not in FIGURE_STYLES:
+        raise ValueError(validation.format_unknown_name("style", style, FIGURE_STYLES))
+    token = _FIGURE_OPTIONS.set((FIGURE_STYLES[style], has_pdf))
+    try:
+        yield
+    finally:
+        _FIGURE_OPTIONS.reset(token)
+
+
 def render_figure(
     plot: Callable[..., None],
     *,
@@ -107,8 +162,8 @@ def render_figure(
       size_inches: width and height of one panel.
 
     Returns:
-      Contents of `figure.svg` and `figure.png` by name, and of `figure-1.svg`,
-      `figure-1.png` and so on for each of several panels.
+      Contents of `figure.svg`, `figure.png` and `figure.csv`, the plotted data, by
+      name, and of `figure-1.svg`, `figure-1.png` and so on for each of several panels.
 
     Raises:
       ValueError: the columns of panels are wider than a page, or the value axis of bars
@@ -125,35 +180,22 @@ def render_figure(
         raise ValueError(
             f"width={columns * width:g} inches must be in (0, {PRINT_WIDTH_INCHES}]"
         )
-    files = {}
+    sizes, has_pdf = _FIGURE_OPTIONS.get((FIGURE_STYLES["page"], False))
+    cell_inches = sizes.panel_inches(width, height, columns, rows)
+    files: dict[str, bytes] = {}
     cycle = {"axes.prop_cycle": cycler(color=colors())}
     with matplotlib.style.context(["default", STYLE | cycle]):
-        figure = Figure(figsize=(columns * width, rows * height))
+        figure = Figure(figsize=(columns * cell_inches[0], rows * cell_inches[1]))
         FigureCanvasAgg(figure)
         plot(figure.subplots(rows, columns))
-        _close_ranks(figure, size_inches)
+        _close_ranks(figure, cell_inches)
         layout.arrange_panels(figure)
-        files |= _saved(figure, "figure")
-        for number, panel in enumerate(layout.split_panels(figure, size_inches), 1):
-            files |= _saved(panel, f"figure-{number}")
-    return files
-
-
-def _saved(figure: "Figure", name: str) -> dict[str, bytes]:
-    """Returns the SVG and the PNG of a figure by file name."""
-    files = {}
-    for kind, metadata in (("svg", {"Date": None}), ("png", {})):
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, metadata=metadata)
-        files[f"{name}.{kind}"] = buffer.getvalue()
-    png = files[f"{name}.png"]
-    if len(png) >= LARGE_BYTES:  # 128 colours take a third of the size
-        from PIL import Image
-
-        buffer = io.BytesIO()
-        image = Image.open(io.BytesIO(png)).convert("RGB")
-        image.quantize(128, dither=Image.Dither.NONE).save(buffer, "png")
-        files[f"{name}.png"] = buffer.getvalue()
+        files |= saving.save_figure(figure, "figure", sizes.scale, has_pdf)
+        files["figure.csv"] = plotted_data.figure_csv(figure).encode()
+        split = layout.split_panels(figure, size_inches, sizes.panel_inches)
+        for number, panel in enumerate(split, 1):
+            name = f"figure-{number}"
+            files |= saving.save_figure(panel, name, sizes.scale, has_pdf)
     return files
 
 
@@ -266,21 +308,29 @@ def label_log_axis(axis: "XAxis | YAxis") -> None:
     if not 0 < low < high:  # an empty axes has no limits for a logarithm
         axis.axes.set(**{f"{axis.axis_name}scale": "linear"})
         return
-    decades = math.log10(high / low)
-    steps = {0.5: (1, 1.5, 2, 3, 4, 5, 7), 0.9: (1, 2, 3, 5), 2.2: (1, 3)}
-    subs = next((x for max_decades, x in steps.items() if decades <= max_decades), (1,))
+    subs = _tick_digits(low, high)
     axis.set_major_locator(ticker.LogLocator(subs=subs))
     axis.set_major_formatter("{x:,g}")
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def label_wide_log_axis(axis: "Axis") -> None:
-    """Labels a logarithmic axis at 1 and 3 times powers of ten, as 3 x 10^9."""
+    """Labels a logarithmic axis with digits times powers of ten, as 3 x 10^9."""
     from matplotlib import ticker
 
-    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 3.0)))
+    subs = _tick_digits(*axis.get_view_interval())
+    axis.set_major_locator(ticker.LogLocator(subs=subs))
     everywhere = (float("inf"), float("inf"))
     axis.set_major_formatter(
         ticker.LogFormatterSciNotation(minor_thresholds=everywhere)
     )
     axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _tick_digits(low: float, high: float) -> tuple[float, ...]:
+    """Returns the digits that have a label in each decade, more in short ranges."""
+    decades = math.log10(high / low)
+    digits = {0.5: (1, 1.5, 2, 3, 4, 5, 7), 0.9: (1, 2, 3, 5), 2.2: (1, 3)}
+    return next(
+        (x for max_decades, x in digits.items() if decades <= max_decades), (1,)
+    )

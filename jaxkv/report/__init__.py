@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Excerpts,
         ReportPart,
         Sheet,
+        Verdicts,
         metric_sheets,
         numbered_list,
         paragraph,

@@ -4,12 +4,14 @@
     env.json                     status, versions, device, processor, commit, time
     result.npz or runs.jsonl     result of arrays, or of rows
     claims.json                  published and measured numbers with verdicts
-    figure.svg, figure.png       drawn from the files above
+    figure.svg, figure.png       drawn from the files above; figure.pdf on request
+    figure.csv                   plotted data
     figure-1.svg, figure-1.png   first panel of several, and so on
     report.md                    report for readers
     fit.json                     fitted law, which `jaxkv plan` reads
     server.json                  fitted server, which `jaxkv simulate` reads
     sweep.json, prediction.json  training runs of a sweep, and predictions
+    steps.jsonl                  numbers of steps, on request
 
 Every file is written under a temporary name and renamed, so a reader never sees a
 partial file. The status in `env.json` is "running" until the run is "done", was
@@ -49,6 +51,8 @@ FILES = (
     "claims.json",
     "figure.svg",
     "figure.png",
+    "figure.pdf",
+    "figure.csv",
     "report.md",
     "fit.json",
     "policy.json",
@@ -57,6 +61,7 @@ FILES = (
     "prediction.json",
     "predictions.csv",
     "schedule.csv",
+    "steps.jsonl",
 )
 """Files that a run folder may contain, without the panels of its figure."""
 PANELS = "figure-*.*"

@@ -31,6 +31,7 @@ class Study(NamedTuple):
         axes if there are several.
       files: returns further files of a result, as text by name in `run_folder.FILES`.
       prepare: called before JAX initializes its devices, to change its settings.
+      has_steps: True if `run` logs the numbers of steps by `progress.log`.
       switch: name of a field and its truth value that select this study for an older
         config.json that has the fields of all studies.
     """
@@ -46,6 +47,7 @@ class Study(NamedTuple):
     files: Callable[[Any], dict[str, str]] = lambda result: {}
     prepare: Callable[[], None] = lambda: None
     switch: tuple[str, bool] | None = None
+    has_steps: bool = False
 
     @property
     def config_type(self) -> Any:

@@ -134,6 +134,7 @@ def run_sweep(
                 config, groups, corpus, choice, paused, progress
             ):
                 _keep(config, folder, run_record, commit)
+                progress.log(len(folder.known), _numbers(run_record.record))
                 report([*folder.known.values()])
         else:
             shutil.rmtree(paused, ignore_errors=True)
@@ -147,6 +148,11 @@ def run_sweep(
 def run_model_folder(out: Path, run_id: str) -> Path:
     """Returns the folder of a run's model in a sweep's folder."""
     return Path(out) / MODELS_FOLDER / run_id
+
+
+def _numbers(record: Mapping[str, object]) -> dict[str, float]:
+    """Returns the numbers of a record, by column."""
+    return {name: x for name, x in record.items() if isinstance(x, int | float)}
 
 
 def _header(folder: SweepFolder, config: SweepConfig, corpus: Corpus) -> dict[str, Any]:

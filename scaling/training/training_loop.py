@@ -287,7 +287,8 @@ class _Run:
             yield line
 
     def record_report(self, line: Mapping[str, int | float]) -> None:
-        """Updates the progress display."""
+        """Updates the progress display, and logs the numbers."""
+        self._progress.log(int(line["step"]), line)
         self._update(line["tokens"])
         self._progress.show(f"step {line['step']}: {line['loss']:.3f} nats a token")
 

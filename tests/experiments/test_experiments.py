@@ -42,7 +42,8 @@ def test_a_smoke_run_writes_a_complete_folder(
     kinds = ("svg", "png")
     assert panels == {f"figure-{i}.{kind}" for i in numbers for kind in kinds}
     assert files.keys() == {
-        *("config.json", "env.json", "claims.json", "figure.svg", "figure.png"),
+        *("config.json", "env.json", "claims.json"),
+        *("figure.svg", "figure.png", "figure.csv"),
         *("report.md", result, *further, *panels),
     }
     assert smoke_run.env["experiment"] == name

@@ -103,7 +103,8 @@ def bars(
                 edgecolor="white",
                 hatch="////" if nth else None,
             )
-            ax.bar_label(container, [f"{values[i]:.2f}"], padding=3)
+            box = {"facecolor": "white", "linewidth": 0, "pad": 0.3}
+            ax.bar_label(container, [f"{values[i]:.2f}"], padding=3, bbox=box)
     for name, hatch in (("greedy", ""), ("temperature 1", "////")):
         ax.fill_between(
             [],

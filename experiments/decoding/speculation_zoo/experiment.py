@@ -258,5 +258,5 @@ def plot(axes: np.ndarray, result: Result) -> None:
 
 
 STUDY = lab.Study(
-    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(2, 2, 4.6)
+    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(2, 2, 5.6)
 )

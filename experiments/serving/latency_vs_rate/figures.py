@@ -16,6 +16,8 @@ from jaxkv.workloads import load_ratio
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+CURVES = ("12a", "12b", "12c", "12d")
+"""Panels whose curves are drawn; the others have the same shape."""
 MAX_RATE_RATIO = 2.0
 """End of the rate search of a system that sustains all rates of the published axis, as
 a multiple of the axis."""
@@ -150,29 +152,69 @@ def summary(result: list[lab.Row]) -> list[lab.ReportPart]:
 
 
 def plot(axes: np.ndarray, result: list[lab.Row]) -> None:
-    """Draws figures 12 and 14, then 13, and removes the other axes."""
+    """Draws four panels of figure 12, the gains of all, then figure 13.
+
+    The other axes are removed. A result without these panels has all of its curves.
+    """
     free = iter(axes.ravel())
-    for name, rows in runs.group_rows(result, "panel").items():
-        ax = next(free)
-        panel = published.PANELS[name]
-        runs.draw_curves(ax, rows, f"{name}: {panel.title}")
+    panels = runs.group_rows(result, "panel")
+    drawn = [name for name in panels if name in CURVES] or [*panels]
+    gains = {}
+    for name, rows in panels.items():
         loads = runs.sustained_loads(rows)
         curves = runs.latency_curves(rows)
+        panel = published.PANELS[name]
+        title = f"{name}: {panel.title}"
         oracle = loads.get(published.ORACLE)
         if "paged" in loads and oracle is not None and oracle.relation == "is":
             both = curves["paged"], curves[published.ORACLE]
-            gain = f"{load_ratio(*both, runs.LATENCY_BOUND):.1f} times the load"
-            prefix = "" if loads["paged"].relation == "is" else "at least "
-            title = f"{name}, {panel.title}: {prefix}{gain} of {published.ORACLE}"
-            ax.set_title(title)
-        ax.set_xlim(0, panel.axis)
-        ax.legend()
+            gain = load_ratio(*both, runs.LATENCY_BOUND)
+            prefix = "at least "
+            if loads["paged"].relation == "is":
+                prefix = ""
+                gains[name] = gain
+            title = f"{name}, {panel.title}: {prefix}{gain:.1f} times the load of "
+            title += published.ORACLE
+        if name in drawn:
+            ax = next(free)
+            runs.draw_curves(ax, rows, title)
+            label = f"compared at {runs.LATENCY_BOUND:g} s"
+            lab.draw_reference_line(ax, runs.LATENCY_BOUND, label)
+            ax.set_xlim(0, panel.axis)
+            ax.legend()
+    for figure in ("12", "14"):
+        selected = {name: x for name, x in gains.items() if name.startswith(figure)}
+        if len(selected) > 1:
+            _draw_gains(next(free), figure, selected)
     last = runs.group_rows(axis_end_rows(result), "panel")
     for name, printed in published.FIGURE_BATCHES.items():
         if selected := [x for x in last.get(name, ()) if x["system"] in printed]:
             _batches(next(free), name, selected)
     for ax in free:
         ax.remove()
+
+
+def _draw_gains(ax: "Axes", figure: str, gains: dict[str, float]) -> None:
+    """Draws the load over that of Orca (Oracle) by panel of a figure."""
+    over_models = published.CLAIMS.published("load")[published.ORACLE]
+    printed = dict.fromkeys(("12a", "12b", "12c"), over_models)
+    printed |= {x: [gain] for x, gain in published.CLAIMS.published("several").items()}
+    label = "the paper's; a line: over models"
+    for x, name in enumerate(gains):
+        if name in printed:
+            y = printed[name]
+            look = {"linewidth": 1.2, "markersize": 6}
+            lab.draw_curve(ax, [x] * len(y), y, "published", label, **look)
+            label = ""
+    look = {"linestyle": "", "markersize": 6}
+    lab.draw_curve(ax, range(len(gains)), [*gains.values()], "paged", "paged", **look)
+    lab.draw_reference_line(ax, 1.0)
+    ax.set_xticks(range(len(gains)), [*gains])
+    title = f"Figure {figure}: {min(gains.values()):.1f} to {max(gains.values()):.1f} "
+    title += f"times the load of {published.ORACLE}"
+    lab.set_labels(ax, title, "", "gain in load [ratio]")
+    ax.set(xlim=(-0.5, len(gains) - 0.5), ylim=(0, 1.1 * ax.dataLim.y1))
+    ax.legend()
 
 
 def _batches(ax: "Axes", name: str, rows: list[lab.Row]) -> None:
@@ -206,6 +248,6 @@ STUDY = lab.Study(
     published.claims,
     summary,
     metrics,
-    panels=lab.Panels(7, 2, 3.0),
+    panels=lab.Panels(4, 2, 3.0),
     switch=("traces", False),
 )

@@ -17,7 +17,7 @@ from experiments import lab
 from experiments.training.grpo import runs
 from experiments.training.grpo.runs import EXACT, MISMATCHES, Config, SeedRuns
 from scaling.fits import student_t
-from scaling.policy import PolicyConfig, pass_at_k
+from scaling.policy import PolicyConfig, PolicyInfo, pass_at_k
 
 _TINY = dataclasses.replace(
     PolicyConfig().model, hidden_size=16, num_q_heads=2, head_dim=8, mlp_size=32
@@ -167,9 +167,14 @@ def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     update = progress.bar("rollouts", total, "rollouts of all seeds")
     num_done = 0
 
-    def report(num: int) -> bool:
+    def report(info: PolicyInfo) -> bool:
         nonlocal num_done
-        num_done += num
+        names = ("reward", "entropy", "kl_reference", "length")
+        means = [getattr(info, name).mean(0) for name in names]  # over the seeds
+        for row in zip(*means, strict=True):
+            num_done += 1
+            numbers = dict(zip(names, map(float, row), strict=True))
+            progress.log(num_done, numbers)
         update(num_done)
         return progress.stopped
 
@@ -419,4 +424,6 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
         yield lab.measured("seeds", float(result.check.num_different), bytes=num)
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, claims, panels=lab.Panels(2, 2, 3.3))
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, panels=lab.Panels(2, 2, 3.3), has_steps=True
+)

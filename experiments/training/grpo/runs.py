@@ -168,7 +168,7 @@ def run_seeds(
     policy: PolicyConfig,
     config: Config,
     num_rollouts: int,
-    report: Callable[[int], bool],
+    report: Callable[[PolicyInfo], bool],
 ) -> SeedRuns | None:
     """Runs all seeds.
 
@@ -177,7 +177,7 @@ def run_seeds(
       policy: config of the runs.
       config: seeds and calls.
       num_rollouts: rollouts of each seed.
-      report: called with the number of rollouts after each call; True stops the runs.
+      report: called with the measurements of each call; True stops the runs.
 
     Returns:
       The measurements; None if stopped.
@@ -191,7 +191,7 @@ def run_seeds(
         states, info = jax.block_until_ready(program(states))
         seconds.append(time.monotonic() - begin)
         infos.append(jax.tree.map(np.asarray, info))
-        if report(config.num_call):
+        if report(infos[-1]):
             return None
     info = jax.tree.map(lambda *parts: np.concatenate(parts, 1), *infos)
     return SeedRuns(info, np.array(seconds))

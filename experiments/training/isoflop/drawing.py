@@ -1,12 +1,12 @@
 """The figure of `isoflop`: the lecture's three panels, and the prediction."""
 
-import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from experiments import lab
 from experiments.training.isoflop.outcomes import ComputePowers, Result
+from jaxkv.report import format_count
 from scaling.cli import draw_isoflop_groups
 
 if TYPE_CHECKING:
@@ -51,11 +51,9 @@ def _draw_curves(ax: "Axes", result: Result) -> None:
         subset = curves.where(run=run)
         subset = subset.at(np.argsort(subset.flops))
         ax.plot(subset.flops, subset.loss, color=shade[first], linewidth=0.6, alpha=0.8)
-    for at, words in (
-        (curves.num_params.argmin(), "smallest model"),
-        (curves.num_params.argmax(), "largest model"),
-    ):
-        ax.plot([], [], color=shade[at], label=words)
+    sizes, first_rows = np.unique(curves.num_params, return_index=True)
+    for size, first in zip(sizes, first_rows, strict=True):
+        ax.plot([], [], color=shade[first], label=format_count(size))
     if result.held_out_flops.size:
         look = {"marker": "", "linewidth": 0.8}
         x = result.held_out_flops
@@ -72,7 +70,7 @@ def _draw_curves(ax: "Axes", result: Result) -> None:
     y = "training loss [nats/token]"
     lab.set_labels(ax, title, "compute [FLOP]", y, xscale="log", yscale="log")
     ax.set_xlim(left=max(low, 1e-3 * float(curves.flops.max())))
-    ax.legend()
+    ax.legend(title="model size [parameters]")
     lab.label_log_axis(ax.yaxis)
 
 
@@ -130,7 +128,8 @@ def _draw_losses(ax: "Axes", result: Result) -> None:
     truth = result.truth
     ax.plot(fit.flops, fit.loss, ".", label="fitted runs", color=_GREY, markersize=4)
     surface = result.surface
-    ax.plot(surface.flops, surface.loss, "k--", linewidth=1, label="law")
+    label = f"law ({predicted['law']})"
+    ax.plot(surface.flops, surface.loss, "k--", linewidth=1, label=label)
     x = surface.flops
     y = predicted["loss_law"][0] * x ** predicted["loss_law"][1]
     ax.plot(x, y, ":", color=_GREY, linewidth=1.2, label="log-linear")
@@ -141,8 +140,11 @@ def _draw_losses(ax: "Axes", result: Result) -> None:
     ax.vlines(
         at, predicted["low"], predicted["high"], color=color, linewidth=3, alpha=0.5
     )
-    label = f"predicted, {level:.0%} interval"
-    ax.plot([at], [value], "_", color=color, markersize=12, label=label)
+    by_law = [*predicted["by_law"].values()]
+    places = [at] * len(by_law)
+    ax.plot(places, by_law, "_", color="k", markersize=7, label="each law")
+    label = f"predicted: mean of {len(by_law)} laws, {level:.0%} interval"
+    ax.plot([at], [value], "D", color=color, markersize=5, label=label)
     title = f"Ten times the compute: predicted {value:.3f} nats/token"
     if truth:
         _star(ax, truth["flops"], truth["loss"])
@@ -154,31 +156,23 @@ def _draw_losses(ax: "Axes", result: Result) -> None:
 
 
 def _draw_rates(ax: "Axes", result: Result) -> None:
-    """Draws the best learning rate of every cell by tokens."""
+    """Draws the best learning rate of every cell, at the held-out run's tokens."""
     rates = result.rates
     predicted = result.predicted
-    widths = np.unique(rates.width)
-    looks = zip(
-        lab.sequential_colors(np.log(widths)), itertools.cycle("os^dvP"), widths
-    )
-    for color, mark, width in looks:
-        subset = rates.where(width=width)
-        subset = subset.at(np.argsort(subset.num_tokens))
-        ax.plot(
-            subset.num_tokens,
-            subset.learning_rate,
-            color=color,
-            marker=mark,
-            label=f"width {width:.0f}",
-        )
-    _star(ax, predicted["num_tokens"], predicted["learning_rate"])
-    title = "Best learning rates by tokens and width"
-    if len(widths):
-        ends = [np.median(rates.where(width=x).learning_rate) for x in widths[[0, -1]]]
-        title = f"Best rate, median: {ends[0]:.2g} at width {widths[0]:.0f}, "
-        title += f"{ends[1]:.2g} at width {widths[-1]:.0f}"
-    x = "trained on [tokens]"
+    by_width, by_tokens = predicted["rate_powers"]
+    moved = (rates.num_tokens / predicted["num_tokens"]) ** -by_tokens
+    color = lab.colors()[lab.BLUE]
+    y = rates.learning_rate * moved
+    tokens = format_count(predicted["num_tokens"])
+    label = f"best rate of a run, moved to {tokens} tokens"
+    ax.plot(rates.width, y, "o", color=color, label=label)
+    ends = np.array([rates.width.min(initial=predicted["width"]), predicted["width"]])
+    line = predicted["learning_rate"] * (ends / predicted["width"]) ** by_width
+    ax.plot(ends, line, "k--", linewidth=1, label="fitted powers")
+    _star(ax, predicted["width"], predicted["learning_rate"])
+    title = f"Best rates fall as width^{by_width:.2f} and tokens^{by_tokens:.2f}"
     y = "best learning rate [1]"
-    lab.set_labels(ax, title, x, y, xscale="log", yscale="log")
+    lab.set_labels(ax, title, "width [features]", y, xscale="log", yscale="log")
     lab.label_log_axis(ax.yaxis)
+    lab.label_log_axis(ax.xaxis)
     ax.legend()

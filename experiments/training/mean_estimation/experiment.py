@@ -92,7 +92,7 @@ def plot(ax: "Axes", result: Result) -> None:
     lab.draw_curve(ax, x, result.error, 5, "simulated", linestyle="")
     title = f"The error falls with slope {result.slope:.3f} "
     title += f"({result.slope_low:.3f} to {result.slope_high:.3f})"
-    y = "mean squared error [squared units]"
+    y = "squared error [squared units]"
     lab.set_labels(ax, title, "sample size [samples]", y, xscale="log", yscale="log")
     ax.legend()
 

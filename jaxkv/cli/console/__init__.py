@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         status_of,
     )
     from jaxkv.cli.console.printing import print_parts
+    from jaxkv.cli.console.step_log import StepLog, open_step_log
     from jaxkv.cli.console.streams import OutputError, guard_streams
     from jaxkv.cli.console.terminal import Terminal
     from jaxkv.cli.console.terminal_text import last_lines, make_printable

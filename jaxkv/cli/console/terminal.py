@@ -5,13 +5,14 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from types import FrameType, TracebackType
 
 from rich import console as rich_console
 from rich import live, progress, text
 
 from jaxkv.cli.console import interrupts, printing
+from jaxkv.cli.console.step_log import StepLog
 from jaxkv.report import format_rate
 
 REPORT_EVERY_S = 30.0
@@ -34,6 +35,7 @@ class Terminal:
         react because it is compiling; called from another thread, before the process
         ends.
       max_seconds: time limit from now on, above 0.
+      log: receives the numbers of steps.
 
     Attributes:
       has_stopped: True if a reader of `stopped` was asked to stop.
@@ -46,10 +48,12 @@ class Terminal:
         self,
         last_words: Callable[[], str] = lambda: "interrupted at once",
         max_seconds: float = math.inf,
+        log: StepLog = lambda step, numbers: None,
     ) -> None:
         if not max_seconds > 0:
             raise ValueError(f"--max-seconds {max_seconds:g}: must be above 0")
         self.has_stopped = False
+        self._log = log
         self._end_s = time.monotonic() + max_seconds
         self._last_words = last_words
         self._num_heard = self._num_handled = self._signal = 0
@@ -109,6 +113,10 @@ class Terminal:
         """Freezes the bars and restores the signal handlers."""
         self._is_left.set()
         self._exits.close()
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Records the numbers of a step."""
+        self._log(step, numbers)
 
     def bar(
         self, label: str, total: float | None, unit: str

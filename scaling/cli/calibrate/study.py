@@ -214,6 +214,7 @@ def _name(model: str) -> str:
 def plot(axes: np.ndarray, result: CalibrationResult) -> None:
     """Draws predicted over measured times of each stage, with both intervals."""
     kind = result.kinds()[0]
+    axes[1].sharey(axes[0])
     for ax, latency in zip(axes, (END_TO_END, FIRST_TOKEN), strict=True):
         predictions = result.predictions.where(left_out=kind, latency=latency)
         labels: list[str] = []
@@ -232,12 +233,18 @@ def plot(axes: np.ndarray, result: CalibrationResult) -> None:
             mark = "os^dvP"[len(ax.lines) % 6]
             ax.plot(middle, y, mark, markersize=5, label=_name(model), **look)
         draw_reference_line(ax, 1.0, along="y")
+        for width, share in ((4.0, 50), (1.2, 90)):
+            label = f"{share} % interval"
+            ax.plot([], [], color="0.45", linewidth=width, label=label)
         error = np.median(np.abs(predictions.error))
         title = f"{latency}: {format_percent(error)} off (median)"
         x = f"predicted / measured, {DESCRIPTIONS[kind]} [1]"
         set_labels(ax, title, x, "load [requests/s]")
         ax.set_yticks(-np.arange(len(labels)), labels)
-        ax.legend()
+        ax.label_outer()
+    handles, names = axes[0].get_legend_handles_labels()
+    figure = axes[0].figure
+    figure.legend(handles, names, loc="outside upper left", ncols=len(names))
 
 
 _MODEL_COLORS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)

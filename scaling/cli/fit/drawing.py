@@ -15,6 +15,7 @@ from jaxkv.plotting import (
     colors,
     draw_reference_line,
     label_log_axis,
+    label_wide_log_axis,
     sequential_colors,
     set_labels,
 )
@@ -87,6 +88,7 @@ def _draw_losses(ax: "Axes", result: LogFits) -> None:
         title += f" to {100 * np.median(off):.2g} % (median)"
     set_labels(ax, title, name, _label(result), xscale="log", yscale="log")
     label_log_axis(ax.yaxis)
+    label_wide_log_axis(ax.xaxis)
 
 
 def _draw_residuals(ax: "Axes", result: LogFits) -> None:
@@ -105,6 +107,7 @@ def _draw_residuals(ax: "Axes", result: LogFits) -> None:
     title = f"Residuals: at most {worst:.2g} %"
     title += " (hollow: held out)" if held.any() else ""
     set_labels(ax, title, name, "ln(seen / fitted) [%]", xscale="log")
+    label_wide_log_axis(ax.xaxis)
     if len(result.laws) > 1:
         ax.legend()
 
@@ -190,6 +193,7 @@ def draw_isoflop_groups(ax: "Axes", result: LogFits) -> None:
         y = result.parabolas.y[i]
         ax.plot(x, y, color=color, linewidth=1)
     ax.set(xscale="log")
+    label_wide_log_axis(ax.xaxis)
 
 
 def _draw_contour(ax: "Axes", contour: Contour, law: str) -> None:

@@ -15,6 +15,7 @@ from jaxkv.cli import (
     CommandOutput,
     Terminal,
     describe_default,
+    open_step_log,
     parse_subject,
 )
 from jaxkv.files import WriterLock
@@ -62,6 +63,10 @@ class TrainOptions:
     2e-3, or 5e-2 at a learning rate near divergence."""
     zero: Annotated[int | None, describe_default("as in the config")] = None
     """ZeRO stage; 1: replicas shard the optimizer's moments."""
+    log: Annotated[
+        Literal["jsonl", "tensorboard", "wandb"] | None, describe_default("none")
+    ] = None
+    """Log the numbers of every report: jsonl writes steps.jsonl in the folder."""
     resume: Literal["last", "previous"] = "last"
     """Checkpoint to continue from: `last` rejects a damaged one; `previous` takes the
     newest intact one, and removes damaged ones after it."""
@@ -87,6 +92,10 @@ class SweepOptions:
     ] = None
     """Run trainings of one model one after another or vectorized; auto times both."""
     max_seconds: Annotated[float, describe_default("no limit", MAX_SECONDS)] = math.inf
+    log: Annotated[
+        Literal["jsonl", "tensorboard", "wandb"] | None, describe_default("none")
+    ] = None
+    """Log the numbers of every training run: jsonl writes steps.jsonl in the folder."""
     keep_models: bool = False
     """Keep the trained models."""
     check_coordinates: bool = False
@@ -192,7 +201,10 @@ def train_model(name: str, options: TrainOptions) -> CommandOutput:
     def last_words() -> str:
         return f"interrupted at once; the last checkpoint is in {out}"
 
-    with Terminal(last_words, max_seconds=options.max_seconds) as bars:
+    with (
+        open_step_log(options.log, out) as log,
+        Terminal(last_words, options.max_seconds, log) as bars,
+    ):
         result = training.train(config, out, progress=bars, resume=options.resume)
         bars.show("scoring")
         per_step = training_flops(
@@ -288,7 +300,10 @@ def run_model_sweep(name: str, options: SweepOptions) -> CommandOutput:
     def last_words() -> str:
         return f"interrupted at once; the runs that ended are in {out}"
 
-    with Terminal(last_words, max_seconds=options.max_seconds) as bars:
+    with (
+        open_step_log(options.log, out) as log,
+        Terminal(last_words, options.max_seconds, log) as bars,
+    ):
         outcome = run_logged_sweep(config, out, bars)
     document = {
         "log": outcome.log,

@@ -77,7 +77,9 @@ def check_coordinates(
     )
     contents: dict[str, str | bytes] = {f"{COORDINATE_FILES}.json": dumps(document)}
     contents |= {
-        f"{COORDINATE_FILES}.{x}": figure[f"figure.{x}"] for x in ("png", "svg")
+        name.replace("figure", COORDINATE_FILES): content
+        for name, content in figure.items()
+        if name.startswith("figure.")
     }
     folder = write_files(out, "sweep", contents)
     verdict = "independent of" if passes else "dependent on"

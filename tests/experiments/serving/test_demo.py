@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.cli import commands
 from experiments.harness import cut_held_out_prompts, draw_ragged_lengths
 from experiments.serving.demo import experiment
+from jaxkv.cli import CommandOutput
+from jaxkv.cli.main import COMMANDS
 from jaxkv.engine import StepInfo
 from jaxkv.plotting import timelines
-from jaxkv.report import Sheet
+from jaxkv.report import Sheet, Verdicts
 from jaxkv.sampling import Sampling
 from jaxkv.serving import Completion, FinishedAnswer
 from jaxkv.text import ByteTokenizer
@@ -209,3 +212,23 @@ def test_spans_end_where_a_slot_changes() -> None:
         (1, -1, 1, 3),
     ]
     assert list(timelines.split_into_spans(np.zeros((0, 2), int))) == []
+
+
+def test_the_last_lines_are_results_and_next_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = {"steps": 1515, "kv_utilisation": 0.273}
+    metrics = {"static": numbers, "continuous": {"steps": 0, "kv_utilisation": None}}
+    parts = [Sheet("served", ("", ""), []), Verdicts([])]
+    output = CommandOutput({"metrics": metrics}, parts, ["report: x"])
+    monkeypatch.setattr(commands, "_run", lambda *args: output)
+    answer = commands.demo([])
+    assert answer.parts == parts[:1]  # the claims are in the report
+    assert answer.lines[:2] == [
+        "report: x",
+        "static batching took 1,515 steps, and 27 % of the KV memory that it reserved "
+        "held tokens",
+    ]
+    steps = [line.split()[:3] for line in answer.lines[4:]]
+    assert [words[0] for words in steps] == ["serve", "fit", "teach"]
+    assert {words[2] for words in steps} <= {*COMMANDS}

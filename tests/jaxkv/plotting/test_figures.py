@@ -160,12 +160,12 @@ def test_every_panel_has_a_separate_file() -> None:
     files = style.render_figure(draw, panels=(1, 2))
     kinds = ("svg", "png")
     names = {f"figure-{i}.{kind}" for i in (1, 2) for kind in kinds}
-    assert files.keys() == names | {"figure.svg", "figure.png"}
+    assert files.keys() == names | {"figure.svg", "figure.png", "figure.csv"}
     for i in range(2):
         panel = files[f"figure-{i + 1}.svg"].decode()
         assert re.findall(r"Message \d", panel) == [f"Message {i}"]
     alone = style.render_figure(lambda ax: draw(np.array([ax])))
-    assert alone.keys() == {"figure.svg", "figure.png"}
+    assert alone.keys() == {"figure.svg", "figure.png", "figure.csv"}
 
 
 def test_a_long_number_keeps_its_unit() -> None:

@@ -17,7 +17,7 @@ from tests.support.refusals import refused
 
 FILES = {
     *("config.json", "env.json", "result.npz", "claims.json"),
-    *("figure.svg", "figure.png", "report.md"),
+    *("figure.svg", "figure.png", "figure.csv", "report.md"),
 }
 
 

@@ -293,7 +293,7 @@ def test_the_command_writes_its_files(capsys, tmp_path: Path) -> None:
     assert (tmp_path / "a.json").read_text() == make_perfetto_trace(TRACE.part(5, 20))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert_refused(call, "--last 145", "last=145 must be in [0, 144]")
-    assert_refused(call, "--gantt a.pdf", "--gantt a.pdf: must end in .svg or .png")
+    assert_refused(call, "--gantt a.txt", "--gantt a.txt: must end in .svg or .png")
     assert_refused(
         command(capsys, "view"), "nowhere.npz", "nowhere.npz: is not a trace"
     )

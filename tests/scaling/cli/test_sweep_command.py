@@ -24,7 +24,11 @@ def test_from_a_config_to_a_plan(jaxkv: Command) -> None:
     config = document(jaxkv, "sweep", "smoke", "--print-config")
     config["num_tokens"] = [*config["num_tokens"][1:], 20480]
     Path("mine.json").write_text(json.dumps(config))
-    done = document(jaxkv, "sweep", "mine.json")
+    done = document(jaxkv, "sweep", "mine.json", "--log", "jsonl")
+    steps = (Path(done["log"]) / "steps.jsonl").read_text().splitlines()
+    losses = {json.loads(line)["step"]: json.loads(line)["loss"] for line in steps}
+    assert [*losses] == [*range(1, 19)]
+    assert min(losses.values()) > 1
     assert Path(done["log"]) == Path("runs/sweep-mine").resolve()
     assert (done["completed"], done["diverged"], done["skipped"]) == (18, 0, 0)
     assert done["duration_s"] > 0
@@ -74,8 +78,13 @@ def test_a_plan_uses_the_shipped_record(jaxkv: Command) -> None:
 
 @pytest.mark.slow
 def test_one_training_run_writes_a_model(jaxkv: Command) -> None:
-    done = document(jaxkv, "train", "smoke")
+    done = document(jaxkv, "train", "smoke", "--log", "jsonl")
     assert done["status"] == "done"
+    logged, curve = (
+        (Path(done["out"]) / name).read_text()
+        for name in ("steps.jsonl", "curve.jsonl")
+    )
+    assert logged == curve
     assert done["num_tokens"] == 40 * 8 * 32
     assert 0 < done["bits_per_byte"] < 8.1
     wrote = document(

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from jaxkv.models import init_params, param_shapes
+from jaxkv.progress import Quiet
 from scaling import training
 from scaling.corpora import (
     END_TOKEN,
@@ -243,9 +244,16 @@ def test_a_run_in_memory_is_the_one_on_disk(
 ) -> None:
     on_disk = training.train(config, tmp_path / "out")
     corpus = open_corpus(config.corpus)
-    in_memory = train_in_memory(config, corpus)
+    logged: list[dict] = []
+
+    class Logging(Quiet):
+        def log(self, step: int, numbers: Mapping[str, float]) -> None:
+            logged.append({"step": step, **numbers})
+
+    in_memory = train_in_memory(config, corpus, progress=Logging())
     assert in_memory.checkpoint is None
-    assert equal(in_memory.state, on_disk.state)
+    assert equal(in_memory.state, on_disk.state)  # logging changes no bit
+    assert logged == in_memory.curve
     # It stops at steps without a checkpoint.
     assert [line["step"] for line in in_memory.curve] == [3, 6, 9, 12]
     losses = {line["step"]: line["loss"] for line in on_disk.curve}
