@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxkv.engine.paging.swapping import clear_swapped
     from jaxkv.engine.parts import EngineParts, EngineRules
     from jaxkv.engine.plan_application import apply_plan, forget_kv
+    from jaxkv.engine.recording import StepPages
     from jaxkv.engine.requests import DrainedSequences, Requests, cancel, drain, submit
     from jaxkv.engine.snapshots import load_state, save_state
     from jaxkv.engine.state import (
@@ -34,6 +35,6 @@ if TYPE_CHECKING:
         Sequences,
         init,
     )
-    from jaxkv.engine.steps import StepInfo, StepPages, plan_step, run_steps, step
+    from jaxkv.engine.steps import StepInfo, plan_step, run_steps, step
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)
