@@ -132,8 +132,8 @@ class RunTrace(NamedTuple):
             raise ValueError("trace=[] must have a step with a request")
         num = int(np.flatnonzero(is_busy)[-1]) + 1
         start_s = np.arange(float(num)) if start_s is None else start_s[:num]
-        info = info._replace(**dict.fromkeys(_OMITTED_FIELDS))
         info = jax.tree.map(lambda x: np.asarray(x)[:num], info)
+        info = info._replace(**dict.fromkeys(_OMITTED_FIELDS))
         requests = []
         for name in np.unique(info.request_id[info.request_id >= 0]).tolist():
             num_samples = 1 + int(info.sample[info.request_id == name].max())

@@ -124,58 +124,58 @@ def _make_trace(
             length[step, slot] = before.get(request, 0)
             now[request] = int(positions[step, slot])
         before = now
-    is_running = request_id >= 0
-    ended = is_running & (steps.sequence[:, :num_slots] < 0)
-    zeros = np.zeros_like(request_id)
-    none = zeros[:, :0]
-    per_step = np.zeros(num_steps, np.int32)
-    drew = info.drew[:, :num_slots] >= 0
+    # JAX arrays, as the fields are declared; `RunTrace` has NumPy arrays.
+    requests, lengths, position = map(jnp.asarray, (request_id, length, positions))
+    is_running = requests >= 0
+    ended = is_running & (jnp.asarray(steps.sequence)[:, :num_slots] < 0)
+    zeros = jnp.zeros_like(requests)
+    none = jnp.zeros(num_steps, jnp.int32)
     pages = StepPages(
-        page_ids=zeros[:, :, None][:, :, :0],
-        length=length,
-        ref=none,
-        is_cached=none.astype(bool),
+        page_ids=jnp.zeros((num_steps, num_slots, 0), jnp.int32),
+        length=lengths,
+        ref=zeros[:, :0],
+        is_cached=zeros[:, :0] > 0,
         copied_from=zeros - 1,
         copied_to=zeros - 1,
         num_cached=zeros,
         queue=steps.queue,
-        queue_swapped=np.zeros_like(steps.queue),
+        queue_swapped=jnp.zeros_like(steps.queue),
     )
     step_info = StepInfo(
         tokens=zeros[:, :, None],
-        num_emitted=drew.astype(np.int32),
-        logprobs=zeros[:, :, None].astype(np.float32),
-        sequence=request_id,
-        request_id=request_id,
+        num_emitted=(jnp.asarray(info.drew)[:, :num_slots] >= 0).astype(jnp.int32),
+        logprobs=zeros[:, :, None].astype(jnp.float32),
+        sequence=requests,
+        request_id=requests,
         sample=zeros,
-        reason=np.where(ended, FINISH_REASONS.index("length"), 0),
-        num_rows=np.where(is_running, positions - length, 0),
-        held=steps.held[:, :num_slots],
+        reason=ended * FINISH_REASONS.index("length"),
+        num_rows=jnp.where(is_running, position - lengths, 0),
+        held=jnp.asarray(steps.held)[:, :num_slots],
         num_waiting=info.num_waiting,
         num_preempted=info.num_preempted,
-        num_swapped_out=per_step,
-        num_swapped_in=per_step,
+        num_swapped_out=none,
+        num_swapped_in=none,
         num_admitted=info.num_admitted,
-        num_copied=per_step,
+        num_copied=none,
         used_pages=info.used_pages,
         used_places=info.split.tokens,
-        asks_host=per_step.astype(bool),
+        asks_host=none > 0,
         enough=info.enough,
         violations=None,
         used_window_pages=info.used_window_pages,
         pages=pages,
     )
     workload = member.workload
-    arrival_s = np.asarray(workload.arrival) @ [1.0, 1e-6]
-    requests = tuple(
-        TraceRequest(name, float(arrival_s[name]), int(workload.prompt[name]), "", [""])
-        for name in np.unique(request_id[is_running]).tolist()
-    )
+    second = np.array([1.0, 1e-6])
+    arrival_s = np.asarray(workload.arrival) @ second
     return RunTrace(
-        info.start @ [1.0, 1e-6],
-        step_info,
+        np.asarray(info.start) @ second,
+        jax.tree.map(np.asarray, step_info),
         int(member.capacity.page_size),
         int(member.capacity.num_pages),
-        requests,
+        tuple(
+            TraceRequest(i, float(arrival_s[i]), int(workload.prompt[i]), "", [""])
+            for i in np.unique(request_id[request_id >= 0]).tolist()
+        ),
         {},
     )
