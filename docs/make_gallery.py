@@ -15,7 +15,7 @@ import jax
 
 import jaxkv
 from jaxkv import models, scheduling
-from jaxkv.files import model_folder
+from jaxkv.files import BUNDLED, model_folder
 from jaxkv.report.viewer import RunTrace
 from jaxkv.speculation import SpeculationConfig
 
@@ -51,7 +51,7 @@ def record(run: dict[str, Any], bounds: dict[str, Any]) -> RunTrace:
     """Serves the requests of a run, and returns its trace."""
     speculate = run.get("speculate")
     if speculate is not None and "heads_folder" in speculate:
-        speculate["heads_folder"] = model_folder(speculate["heads_folder"])
+        speculate["heads_folder"] = BUNDLED / speculate["heads_folder"]
     engine = jaxkv.Engine.load(
         model_folder(run.get("model", "stdlib-bytes")),
         loaded=load_model(run),

@@ -7,6 +7,7 @@ as JSON in UTF-8. It is read without unpickling.
 import html
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,13 +72,12 @@ class RunTrace(NamedTuple):
             request.
         """
         trace = engine.trace
-        start_s = [np.zeros(0)]
+        run = cls.of_steps(trace, engine.config)
+        start_s = []
         for call, info in zip(trace.calls, trace, strict=True):
             num = len(info.enough)
             part = np.arange(num) / num
             start_s.append(call.dispatch_s + (call.read_s - call.dispatch_s) * part)
-        info = jax.tree.map(lambda *x: np.concatenate(x), *trace) if trace else None
-        run = cls.of_steps(info, engine.config, start_s=np.concatenate(start_s))
         submitted = {x.request_id: x for call in trace.calls for x in call.requests}
         requests = tuple(
             TraceRequest(
@@ -98,24 +98,17 @@ class RunTrace(NamedTuple):
                 str(x): engine.tokenizer.decode([x])
                 for x in np.unique(drafts[drafts >= 0])
             }
-        return run._replace(requests=requests, token_texts=texts)
+        return run._replace(
+            start_s=np.concatenate(start_s)[: run.num_steps],
+            requests=requests,
+            token_texts=texts,
+        )
 
     @classmethod
-    def of_steps(
-        cls,
-        info: StepInfo | None,
-        config: EngineConfig,
-        *,
-        start_s: Float[np.ndarray, " steps"] | None = None,
-    ) -> "RunTrace":
-        """Returns the trace of steps, such as those of one branch of `jaxkv.branch`.
+    def of_steps(cls, infos: Sequence[StepInfo], config: EngineConfig) -> "RunTrace":
+        """Returns the trace of calls of `run_steps`, or of a branch of `jaxkv.branch`.
 
-        Requests have their ids, and token ids in place of texts.
-
-        Args:
-          info: infos of `run_steps` with a leading axis of steps; None for no steps.
-          config: configuration of the engine, with `record_pages`.
-          start_s: start of each step in s; None takes 1 s for each step.
+        A step takes 1 s, and requests have token ids in place of texts.
 
         Raises:
           ValueError: the engine does not record pages, or no step has a request.
@@ -125,14 +118,12 @@ class RunTrace(NamedTuple):
                 "record_pages=False must be True for a trace: "
                 "Engine.load(..., record_pages=True)"
             )
-        is_busy = np.zeros(0, bool)
-        if info is not None:
-            is_busy = (np.asarray(info.request_id) >= 0).any(1)
-        if info is None or not is_busy.any():
+        busy = [(np.asarray(info.request_id) >= 0).any(1) for info in infos]
+        steps = np.flatnonzero(np.concatenate(busy)) if busy else np.zeros(0, int)
+        if not steps.size:
             raise ValueError("trace=[] must have a step with a request")
-        num = int(np.flatnonzero(is_busy)[-1]) + 1
-        start_s = np.arange(float(num)) if start_s is None else start_s[:num]
-        info = jax.tree.map(lambda x: np.asarray(x)[:num], info)
+        start_s = np.arange(steps[-1] + 1.0)
+        info = jax.tree.map(lambda *x: np.concatenate(x)[: len(start_s)], *infos)
         info = info._replace(**dict.fromkeys(_OMITTED_FIELDS))
         requests = []
         for name in np.unique(info.request_id[info.request_id >= 0]).tolist():

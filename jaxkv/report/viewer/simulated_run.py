@@ -1,13 +1,13 @@
 """Traces of simulated runs: requests in slots, queue and counted pages."""
 
 import functools
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Int
 
 from jaxkv import ledger, validation
 from jaxkv.engine import FINISH_REASONS, StepInfo, StepPages
@@ -20,27 +20,15 @@ from jaxkv.simulation import (
     simulate_step,
 )
 
-MAX_SIMULATED_STEPS = 5000
-"""Largest number of steps of a trace, as many as a page shows."""
-
-
-class _RecordedStep(NamedTuple):
-    """A simulated step with the state after it."""
-
-    info: SimulatedStep
-    sequence: Int32[Array, " slots"]
-    """Running sequence of each slot after the step, or `NO_SEQUENCE`."""
-    held: Bool[Array, " slots"]
-    position: Int32[Array, " slots"]
-    """Tokens of each slot fed so far."""
-    queue: Int32[Array, " places"]
+_STEPS_PER_CALL = 500
+_MAX_CALLS = 10
 
 
 @validation.checks_numbers(max_slots=1)
 def record_simulation(
     member: SimulationMember, *, max_slots: int, head: int | None = None
 ) -> RunTrace:
-    """Simulates one member, and returns the trace of its first steps.
+    """Simulates one member, and returns the trace of its first 5,000 steps.
 
     The simulator counts pages, so the trace has no page tables and no texts. Steps
     without a running request and slots that are never used are left out.
@@ -55,127 +43,96 @@ def record_simulation(
       ValueError: the member has chains, acceptance, swapping or requests of several
         sequences, or no request runs.
     """
-    workload = member.workload
-    if (
-        workload.chains is not None
-        or member.acceptance is not None
-        or int(member.capacity.max_swap_pages) > 0
-        or int(np.max(workload.samples)) > 1
-    ):
+    w = member.workload
+    has_more = w.chains is not None or member.acceptance is not None
+    if has_more or int(member.capacity.max_swap_pages) or int(np.max(w.samples)) > 1:
         raise ValueError(
             "member must have requests of one sequence, without chains, acceptance and "
             "swapping"
         )
 
-    def advance(state: Simulation, _: None) -> tuple[Simulation, _RecordedStep]:
+    def advance(state: Simulation, _: None) -> tuple[Simulation, Any]:
         state, info = simulate_step(state, **member._asdict(), head=head)
         slots = state.ledger.slots
         is_running = ledger.is_running(slots)
-        return state, _RecordedStep(
-            info,
-            jnp.where(is_running, slots.sequence, ledger.NO_SEQUENCE),
-            ledger.is_occupied(slots) & ~is_running,
-            state.pages.position,
-            state.ledger.queue,
-        )
+        after = jnp.where(is_running, slots.sequence, ledger.NO_SEQUENCE)
+        held = ledger.is_occupied(slots) & ~is_running
+        by_slot = after, held, state.pages.position, info.drew
+        return state, (info, jnp.stack(by_slot), state.ledger.queue)
 
     state = init_simulation(
-        workload,
+        w,
         member.capacity,
         member.policy,
         max_slots=max_slots,
         head=head,
         reservation=member.reservation,
     )
-    run = jax.jit(
-        functools.partial(lax.scan, advance, length=MAX_SIMULATED_STEPS // 10)
-    )
-    parts: list[_RecordedStep] = []
-    while len(parts) < 10 and int(state.num_done) < int(state.num_served):
-        state, part = run(state, None)
-        parts.append(jax.tree.map(np.asarray, part))
-    if not parts:
+    run = jax.jit(functools.partial(lax.scan, advance, length=_STEPS_PER_CALL))
+    calls = []
+    while len(calls) < _MAX_CALLS and int(state.num_done) < int(state.num_served):
+        state, call = run(state, None)
+        calls.append(jax.tree.map(np.asarray, call))
+    if not calls:
         raise ValueError("member must have a request that fits into the capacity")
-    steps = jax.tree.map(lambda *x: np.concatenate(x), *parts)
-    # A sequence that ended in a step has left its slot, and has emitted a token.
-    request_id = np.where(steps.sequence >= 0, steps.sequence, steps.info.drew)
-    is_busy = (request_id >= 0).any(1)
-    steps, request_id = jax.tree.map(lambda x: x[is_busy], (steps, request_id))
-    num_slots = int(np.flatnonzero((request_id >= 0).any(0))[-1]) + 1
-    request_id = request_id[:, :num_slots]
-    return _make_trace(steps, request_id, member)
+    return _make_trace(member, *jax.tree.map(lambda *x: np.concatenate(x), *calls))
 
 
 def _make_trace(
-    steps: _RecordedStep,
-    request_id: Int[np.ndarray, "steps slots"],
     member: SimulationMember,
+    info: SimulatedStep,
+    by_slot: Int[np.ndarray, "steps 4 slots"],
+    queue: Int[np.ndarray, "steps places"],
 ) -> RunTrace:
-    """Makes the trace of the steps in which the requests are in the slots."""
-    num_steps, num_slots = request_id.shape
-    info = steps.info
-    length = np.zeros_like(request_id)  # before the step
-    before: dict[int, int] = {}
-    positions = steps.position[:, :num_slots]
-    for step in range(num_steps):
-        now = {}
-        for slot in np.flatnonzero(request_id[step] >= 0).tolist():
-            request = int(request_id[step, slot])
-            length[step, slot] = before.get(request, 0)
-            now[request] = int(positions[step, slot])
-        before = now
-    # JAX arrays, as the fields are declared; `RunTrace` has NumPy arrays.
-    requests, lengths, position = map(jnp.asarray, (request_id, length, positions))
-    is_running = requests >= 0
-    ended = is_running & (jnp.asarray(steps.sequence)[:, :num_slots] < 0)
-    zeros = jnp.zeros_like(requests)
-    none = jnp.zeros(num_steps, jnp.int32)
+    """Makes the trace from what `record_simulation` records of each step."""
+    # A sequence that ended in a step has left its slot, and has emitted a token.
+    request_id = np.where(by_slot[:, 0] >= 0, by_slot[:, 0], by_slot[:, 3])
+    is_busy = (request_id >= 0).any(1)
+    info, by_slot, queue = jax.tree.map(lambda x: x[is_busy], (info, by_slot, queue))
+    num_slots = int(np.flatnonzero((request_id >= 0).any(0))[-1]) + 1
+    request_id = request_id[is_busy, :num_slots]
+    after, held, position, drew = by_slot[:, :, :num_slots].swapaxes(0, 1)
+    is_running = request_id >= 0
+    length = np.zeros_like(position)  # before each step; slots may move
+    for step in range(1, len(length)):
+        is_same = request_id[step][:, None] == request_id[step - 1]
+        is_same &= is_running[step][:, None]
+        length[step] = is_same @ position[step - 1]
+    zeros = np.zeros_like(position)
     pages = StepPages(
-        page_ids=jnp.zeros((num_steps, num_slots, 0), jnp.int32),
-        length=lengths,
+        page_ids=zeros[:, :, None][:, :, :0],
+        length=length,
         ref=zeros[:, :0],
         is_cached=zeros[:, :0] > 0,
         copied_from=zeros - 1,
         copied_to=zeros - 1,
         num_cached=zeros,
-        queue=steps.queue,
-        queue_swapped=jnp.zeros_like(steps.queue),
+        queue=queue,
+        queue_swapped=np.zeros_like(queue),
     )
-    step_info = StepInfo(
-        tokens=zeros[:, :, None],
-        num_emitted=(jnp.asarray(info.drew)[:, :num_slots] >= 0).astype(jnp.int32),
-        logprobs=zeros[:, :, None].astype(jnp.float32),
-        sequence=requests,
-        request_id=requests,
-        sample=zeros,
-        reason=ended * FINISH_REASONS.index("length"),
-        num_rows=jnp.where(is_running, position - lengths, 0),
-        held=jnp.asarray(steps.held)[:, :num_slots],
-        num_waiting=info.num_waiting,
-        num_preempted=info.num_preempted,
-        num_swapped_out=none,
-        num_swapped_in=none,
-        num_admitted=info.num_admitted,
-        num_copied=none,
-        used_pages=info.used_pages,
-        used_places=info.split.tokens,
-        asks_host=none > 0,
-        enough=info.enough,
-        violations=None,
-        used_window_pages=info.used_window_pages,
-        pages=pages,
-    )
-    workload = member.workload
+    per_slot: dict[str, Any] = {
+        "tokens": zeros[:, :, None],
+        "logprobs": zeros[:, :, None].astype(np.float32),
+        "num_emitted": (drew >= 0).astype(np.int32),
+        "sequence": request_id,
+        "request_id": request_id,
+        "sample": zeros,
+        "reason": (is_running & (after < 0)) * FINISH_REASONS.index("length"),
+        "num_rows": np.where(is_running, position - length, 0),
+        "held": held > 0,
+    }
+    # Counts that the simulator does not have are 0.
+    fields = dict.fromkeys(StepInfo._fields, zeros[:, 0]) | per_slot | info._asdict()
+    fields |= dict.fromkeys(StepInfo._field_defaults) | {"violations": None}
+    fields |= {"used_places": info.split.tokens, "asks_host": zeros[:, 0] > 0}
+    fields |= {"used_window_pages": info.used_window_pages, "pages": pages}
+    step_info = StepInfo(**{name: fields[name] for name in StepInfo._fields})
     second = np.array([1.0, 1e-6])
-    arrival_s = np.asarray(workload.arrival) @ second
-    return RunTrace(
-        np.asarray(info.start) @ second,
-        jax.tree.map(np.asarray, step_info),
-        int(member.capacity.page_size),
-        int(member.capacity.num_pages),
-        tuple(
-            TraceRequest(i, float(arrival_s[i]), int(workload.prompt[i]), "", [""])
-            for i in np.unique(request_id[request_id >= 0]).tolist()
-        ),
-        {},
+    w = member.workload
+    arrival_s = (np.asarray(w.arrival) @ second).tolist()
+    requests = tuple(
+        TraceRequest(i, arrival_s[i], int(w.prompt[i]), "", [""])
+        for i in np.unique(request_id[is_running]).tolist()
     )
+    sizes = int(member.capacity.page_size), int(member.capacity.num_pages)
+    return RunTrace(info.start @ second, step_info, *sizes, requests, {})

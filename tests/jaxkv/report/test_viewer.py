@@ -2,6 +2,8 @@
 
 import base64
 import collections
+import dataclasses
+import functools
 import html
 import json
 import re
@@ -16,6 +18,8 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.engine import Speculation, init
+from jaxkv.models import Experts, PagedForward, make_model_pages
 from jaxkv.report.viewer import (
     RunTrace,
     draw_run,
@@ -27,6 +31,7 @@ from jaxkv.report.viewer import (
     run_events,
 )
 from jaxkv.serving.outputs import RequestPrompt, Trace, TraceCall
+from jaxkv.speculation import NGram, SharedNoiseVerifier
 from tests.support import engines
 from tests.support.commands import assert_refused, command, document
 from tests.support.folders import ROOT
@@ -168,8 +173,7 @@ def test_a_trace_explains_its_pool_and_events(name: str) -> None:
 def test_an_accepted_path_is_the_emitted_tokens(name: str) -> None:
     trace = RUNS[name]
     info = trace.info
-    pages = trace.pages
-    assert pages.draft_tokens is not None
+    pages: Any = trace.pages
     num_forks = 0
     for step, slot in np.argwhere(trace.num_drafts > 0).tolist():
         num = trace.num_drafts[step, slot]
@@ -192,16 +196,17 @@ def test_an_accepted_path_is_the_emitted_tokens(name: str) -> None:
 
 
 def test_states_windows_and_experts_are_accounted_for() -> None:
-    run = RUNS["recurrent_states"].pages
-    for ids, ref in zip(run.state_ids, run.state_ref, strict=True):
+    pages: Any = RUNS["recurrent_states"].pages
+    for ids, ref in zip(pages.state_ids, pages.state_ref, strict=True):
         counts = collections.Counter(ids[ids >= 0].tolist())
         assert ref.tolist() == [counts[x] for x in range(len(ref))]
     trace = RUNS["sliding_window"]
+    windowed: Any = trace.pages
     window = 24
     for step, slot in np.argwhere(trace.info.request_id >= 0).tolist():
-        ids = trace.pages.window_ids[step, slot]
-        end = trace.pages.length[step, slot] + trace.info.num_rows[step, slot]
-        first = max(trace.pages.length[step, slot] + 1 - window, 0) // trace.page_size
+        ids = windowed.window_ids[step, slot]
+        end = windowed.length[step, slot] + trace.info.num_rows[step, slot]
+        first = max(windowed.length[step, slot] + 1 - window, 0) // trace.page_size
         column = np.arange(len(ids))
         is_mapped = (column >= first) & (column < -(-end // trace.page_size))
         np.testing.assert_array_equal(ids >= 0, is_mapped)
@@ -365,16 +370,10 @@ def test_an_animation_shows_every_step() -> None:
     text = draw_run(TRACE.part(60, 60 + num - 1), steps_per_s=4)
     root = ElementTree.fromstring(text)
     assert not [x for x in root.iter() if x.tag.endswith(("script", "image"))]
-    titles = [
-        x
-        for x in root.iter()
-        if x.tag.endswith("text") and (x[-1].tail if len(x) else "").startswith("step")
-    ]
-    assert [x[-1].tail.split(":")[0] for x in titles] == [
-        f"step {i}" for i in range(num)
-    ]
-    for i, title in enumerate(titles):
-        fields = title[0].attrib
+    texts = [x for x in root.iter() if x.tag.endswith("text") and len(x)]
+    titles = {str(x[0].tail).partition(":")[0]: x[0] for x in texts}
+    for i in range(num):
+        fields = titles[f"step {i}"].attrib
         assert (fields["dur"], fields["repeatCount"]) == ("5s", "indefinite")
         starts = [float(x) * num for x in fields["keyTimes"].split(";")]
         shows = dict(zip(starts, fields["values"].split(";"), strict=True))
@@ -512,9 +511,10 @@ def test_a_browser_shows_the_numbers_of_the_traces(tmp_path: Path) -> None:
     assert log["life"][3] == TRACE.requests[0].answers[0]
     assert log["events"] == [f"step {x.step} {x.text}" for x in life]
     slots = np.flatnonzero(second.num_drafts[tree_step])
+    tree_pages: Any = second.pages
     assert len(log["trees"]) == len(slots)
     for slot, nodes in zip(slots, log["trees"], strict=True):
-        path_of_slot = second.pages.draft_path[tree_step, slot]
+        path_of_slot = tree_pages.draft_path[tree_step, slot]
         assert len(nodes) == second.num_drafts[tree_step, slot]
         accepted = [x for x in nodes if x[1] == "accepted"]
         assert len(accepted) == (path_of_slot > 0).sum()
@@ -558,6 +558,39 @@ def test_an_engine_records_what_it_did(tmp_path: Path) -> None:
     quiet = jaxkv.Engine.load(model, keep_trace=True, **bounds)
     with pytest.raises(ValueError, match="record_pages=False must be True"):
         RunTrace.of_engine(quiet)
+
+
+@pytest.mark.slow
+def test_steps_without_drafts_have_records_of_the_same_shapes() -> None:
+    model = dataclasses.replace(
+        engines.MODEL, experts=Experts(num_experts=4, top_k=2, size=12)
+    )
+    config = dataclasses.replace(
+        engines.TIGHT, max_drafts=3, record_pages=True, record_routes=True
+    )
+    speculation = Speculation(NGram(), SharedNoiseVerifier())
+    pages = make_model_pages(model, config, record_routes=True)
+    state = init(config, pages, speculation.drafter.init(config))
+    with_drafts, without = (
+        jax.eval_shape(
+            functools.partial(
+                jaxkv.run_steps,
+                config=config,
+                forward=PagedForward(model, config.numerics),
+                speculation=speculation,
+                may_draft=may_draft,
+            ),
+            engines.params(model),
+            state,
+            jax.numpy.zeros(2, int),
+            policy=jaxkv.fcfs(),
+        )[1]
+        for may_draft in (True, False)
+    )
+    assert jax.tree.map(lambda x: x.shape, with_drafts) == jax.tree.map(
+        lambda x: x.shape, without
+    )
+    assert with_drafts.pages.routes.shape == (4, 32, 2, 2)
 
 
 @pytest.mark.slow
