@@ -18,10 +18,10 @@ if TYPE_CHECKING:
         VerifyOutput,
     )
     from jaxkv.engine.emitting.logit_rows import LogitsFn, TokenHistory
+    from jaxkv.engine.emitting.recording import StepPages
     from jaxkv.engine.paging.swapping import clear_swapped
     from jaxkv.engine.parts import EngineParts, EngineRules
     from jaxkv.engine.plan_application import apply_plan, forget_kv
-    from jaxkv.engine.recording import StepPages
     from jaxkv.engine.requests import DrainedSequences, Requests, cancel, drain, submit
     from jaxkv.engine.snapshots import load_state, save_state
     from jaxkv.engine.state import (

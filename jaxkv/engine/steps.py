@@ -27,14 +27,16 @@ from jaxkv.engine.drafting import Drafter, Drafts, Speculation, VerifyOutput
 from jaxkv.engine.emitting import (
     LogitsFn,
     SamplerOutput,
+    StepPages,
     advance_grammars,
     constrain_logits,
     emit,
     follow_drafts,
+    pad_drafts,
+    record_pages,
     record_routes,
 )
 from jaxkv.engine.paging import StatePlan, evict_tokens
-from jaxkv.engine.recording import StepPages, pad_pages, record_pages
 from jaxkv.engine.state import (
     ALL_KINDS,
     NOT_ENDED,
@@ -432,7 +434,7 @@ def _finish_call(
             num_drafts=jnp.zeros_like(infos.num_rows),
         )
         if infos.pages is not None:
-            infos = infos._replace(pages=pad_pages(infos.pages, config))
+            infos = infos._replace(pages=pad_drafts(infos.pages, config))
         state = state._replace(memory=drafter.on_skipped(state.memory, num_steps))
     disabled = drafter.is_disabled(state.memory, state, config)
     if disabled is not None:

@@ -24,10 +24,10 @@ _POOL_X = 640
 _TOTAL_WIDTH = _POOL_X + _COLUMNS * CELL_WIDTH + 20
 _QUEUE_PLACES = (_TOTAL_WIDTH - 110) // CELL_WIDTH
 """Requests of the queue that are drawn; the title has the number of all."""
-_FREE = "transparent"
-_CACHED = "#dddddd"
+_FREE_FILL = "transparent"
+_CACHED_FILL = "#dddddd"
 _TIMES = "\N{MULTIPLICATION SIGN}"
-_STYLE = (
+_STYLE_SHEET = (
     "<style>.ground{fill:#fff}.words{fill:#111}.cell{fill:#000}"
     "@media(prefers-color-scheme:dark){.ground{fill:#161b22}.words{fill:#f0f6fc}}"
     "</style>"
@@ -93,7 +93,7 @@ def _draw(
             line, column = divmod(place, _CHIPS)
             x = 290 + column * 42
             looks = [
-                None if page < 0 else (str(page), color_of.get(request, _CACHED))
+                None if page < 0 else (str(page), color_of.get(request, _CACHED_FILL))
                 for page, request in zip(ids, requests, strict=True)
             ]
             top = y + line * (CELL_HEIGHT + 2)
@@ -105,10 +105,12 @@ def _draw(
         looks = []
         for step in steps:
             uses = owners[step].get(page, [])
-            look = ("c", _CACHED) if pages.is_cached[step, page] else ("", _FREE)
+            look = (
+                ("c", _CACHED_FILL) if pages.is_cached[step, page] else ("", _FREE_FILL)
+            )
             if uses:
                 name = f"{_TIMES}{len(uses)}" if len(uses) > 1 else str(uses[0])
-                look = name, color_of.get(uses[0], _CACHED)
+                look = name, color_of.get(uses[0], _CACHED_FILL)
             looks.append(look)
         parts.append(_cell(*place, CELL_WIDTH - 2, looks, duration_s))
     num_lines = -(-trace.num_pages // _COLUMNS)
@@ -117,7 +119,7 @@ def _draw(
     queue = pages.queue[:, : min(_QUEUE_PLACES, (pages.queue >= 0).sum(1).max())]
     for place, requests in enumerate(queue.T.tolist()):
         looks = [
-            None if x < 0 else (str(x), color_of.get(x, _CACHED)) for x in requests
+            None if x < 0 else (str(x), color_of.get(x, _CACHED_FILL)) for x in requests
         ]
         x = 90 + place * CELL_WIDTH
         parts.append(_cell(x, y - 19, CELL_WIDTH - 2, looks, duration_s))
@@ -136,7 +138,7 @@ def _draw(
             '<svg xmlns="http://www.w3.org/2000/svg" '
             f'viewBox="0 0 {_TOTAL_WIDTH} {height}" '
             f'font-family="sans-serif" role="img" aria-label="{escape(label)}">',
-            f"{_STYLE}"
+            f"{_STYLE_SHEET}"
             f'<rect class="ground" width="{_TOTAL_WIDTH}" height="{height}" rx="8"/>',
             f'<g font-weight="bold">{_text(20, 30, titles, duration_s)}',
             *(_text(x, 66, [head], duration_s) for head, x in heads),
@@ -203,7 +205,7 @@ def _cell(
     """Returns a page: a box with its label in the middle, which may be absent."""
     shows = [int(look is not None) for look in looks]
     labels = [look[0] if look else "" for look in looks]
-    fills = [look[1] if look else _FREE for look in looks]
+    fills = [look[1] if look else _FREE_FILL for look in looks]
     style = 'class="cell" text-anchor="middle"'
     return (
         f'<g opacity="{shows[0]}"{_animate("opacity", shows, duration_s)}'

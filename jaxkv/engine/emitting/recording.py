@@ -131,7 +131,7 @@ def record_pages(
     return step_pages
 
 
-def pad_pages(pages: StepPages, config: EngineConfig) -> StepPages:
+def pad_drafts(pages: StepPages, config: EngineConfig) -> StepPages:
     """Pads the pages of steps without drafts, stacked, as of steps with drafts."""
     none = jnp.zeros((*pages.length.shape, config.max_drafts), jnp.int32)
     pages = pages._replace(draft_tokens=none - 1, draft_parents=none, draft_path=none)
