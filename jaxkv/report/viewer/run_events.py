@@ -22,7 +22,7 @@ EVENT_TEXTS = {
     "swapped out": "request {request} preempted, {a} pages swapped out",
     "to host": "request {request}: {a} swapped pages move to host memory",
     "to buffer": "request {request}: {a} swapped pages move to the staging buffer",
-    "released": "request {request} releases {a} pages behind the window, slot {slot}",
+    "released": "request {request}, slot {slot}: pages released behind the window: {a}",
     "checkpoint": "state {a} becomes the checkpoint of cached page {b}",
     "copied": "page {a} copied to page {b} for request {request} (copy-on-write)",
     "cancelled": "request {request} cancelled between steps",
