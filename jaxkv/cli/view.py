@@ -55,8 +55,8 @@ def main(args: list[str]) -> CommandOutput:
         ViewOptions,
         "jaxkv view TRACE [TRACE ...]",
         "TRACE is missing: a trace.npz, or a folder that has one",
-        "TRACE is a file of jaxkv generate --trace, jaxkv serve --trace, jaxkv "
-        "simulate --record or RunTrace.save, or a folder that has a trace.npz.",
+        "TRACE is a file of generate --trace, serve --trace, simulate --record or "
+        "RunTrace.save, or a folder that has a trace.npz.",
     )
     from jaxkv import files
     from jaxkv.report import (

@@ -71,14 +71,8 @@ def record_pages(
 ) -> StepPages:
     """Makes the `StepPages` of a step.
 
-    Args:
-      planned: the state after planning.
-      pages: the pages after the model has run.
-      copies: pages copied before a write.
-      num_rows: tokens fed, drafts included.
-      drafts: the drafts; None without a drafter.
-      verified: their verification.
-      config: the engine's configuration.
+    `planned` is the state after planning, `pages` are those after the model has run,
+    and `num_rows` are the tokens fed, drafts included.
     """
     s = planned.sequences
     pool = planned.pool

@@ -108,7 +108,7 @@ def _describe_run(trace: RunTrace, name: str) -> dict[str, object]:
         "lives": trace_lives(trace),
         "waiting": info.num_waiting,
         "used": info.used_pages,
-        "start": np.round((trace.start_s - trace.start_s[0]) * 1e6),
+        "startMs": np.round((trace.start_s - trace.start_s[0]) * 1e3),
     }
     kinds = [*EVENT_TEXTS]
     return {
