@@ -320,7 +320,8 @@ def _check(trace: RunTrace, path: Path) -> None:
     if fits and pages.draft_parents is not None:
         place = np.arange(pages.draft_parents.shape[2])
         fits = bool(((pages.draft_parents >= 0) & (pages.draft_parents <= place)).all())
-    fits = fits and pages.queue.shape == pages.queue_swapped.shape
+    per_place = [pages.queue_swapped, pages.is_on_host]
+    fits = fits and all(x is None or x.shape == pages.queue.shape for x in per_place)
     fits = fits and all((-1 <= x).all() and (x < trace.num_pages).all() for x in ids)
     if not (fits and trace.num_steps):
         raise ValueError(f"{path}: arrays of the trace do not fit together")
