@@ -170,8 +170,8 @@ def test_a_server_survives_its_clients_and_stops_on_a_signal(
         "sys.exit(main.main())"
     )
     flags = "--port 0 --json --grace-s 0.5 --max-length 4000 --max-slots 4".split()
-    flags += ["--trace", str(tmp_path / "trace.npz")]
-    server = Server(popen("-c", code, "serve", model, *flags))
+    trace_flags = "--trace", str(tmp_path / "trace.npz")
+    server = Server(popen("-c", code, "serve", model, *flags, *trace_flags))
     assert server.status.keys() == {"url", "model", "pid"}  # the key was given
     assert (server.status["model"], server.status["pid"]) == (
         "tiny",
