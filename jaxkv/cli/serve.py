@@ -246,13 +246,18 @@ def serve_model(
                 backend, listener, options, shown_key, key, documents
             )
         if options.trace is not None:
-            from jaxkv.report import RunTrace
-
-            if not any((info.request_id >= 0).any() for info in engine.trace):
-                print("[no request ran; no trace is written]", file=sys.stderr)
-            else:
-                RunTrace.of_engine(engine).save(options.trace)
+            _save_trace(engine, options.trace)
         return output
+
+
+def _save_trace(engine: "Engine", path: Path) -> None:
+    """Writes the file of `--trace`, unless no request has run."""
+    from jaxkv.report import RunTrace
+
+    if any((info.request_id >= 0).any() for info in engine.trace):
+        RunTrace.of_engine(engine).save(path)
+    else:
+        print("[no request has run; no trace is written]", file=sys.stderr)
 
 
 def check_incident_options(options: ServeOptions, is_disaggregated: bool) -> None:

@@ -49,19 +49,16 @@ def draw_step(trace: RunTrace, step: int) -> str:
     return _draw(trace.part(step, step), first=step, lines=lines)
 
 
-@validation.checks_numbers()
-def draw_run(trace: RunTrace, *, steps_per_s: float = 3.0) -> str:
-    """Returns the SVG text of an animation of all steps, see `draw_step`.
+def draw_run(trace: RunTrace) -> str:
+    """Returns the SVG text of an animation, 3 steps per second, see `draw_step`.
 
     Raises:
       ValueError: the trace has no page tables.
     """
-    return _draw(trace, step_s=1 / steps_per_s)
+    return _draw(trace)
 
 
-def _draw(
-    trace: RunTrace, *, first: int = 0, lines: Sequence[str] = (), step_s: float = 1.0
-) -> str:
+def _draw(trace: RunTrace, *, first: int = 0, lines: Sequence[str] = ()) -> str:
     """Draws the steps of a trace, of which `first` is the number of the first one."""
     if not trace.has_tables:
         raise ValueError("a trace of counted pages has no page tables to draw")
@@ -73,7 +70,6 @@ def _draw(
         for i, x in enumerate(trace.requests)
     }
     steps = range(trace.num_steps)
-    duration_s = trace.num_steps * step_s
     owners: list[dict[int, list[int]]] = [{} for _ in steps]
     parts = []
     y = 84
@@ -81,9 +77,9 @@ def _draw(
         requests = [row[slot] for row in request_id]
         names = ["empty" if x < 0 else f"request {x}" for x in requests]
         labels = [f"slot {slot}: {name}" for name in names]
-        parts.append(_text(20, y + 20, labels, duration_s))
+        parts.append(_text(20, y + 20, labels))
         notes = [_phase(trace, step, slot) for step in steps]
-        parts.append(_text(170, y + 20, notes, duration_s))
+        parts.append(_text(170, y + 20, notes))
         num_places = max(1, int((pages.page_ids[:, slot] >= 0).sum(1).max()))
         for place in range(num_places):
             ids = pages.page_ids[:, slot, place].tolist()
@@ -97,7 +93,7 @@ def _draw(
                 for page, request in zip(ids, requests, strict=True)
             ]
             top = y + line * (CELL_HEIGHT + 2)
-            parts.append(_cell(x, top, 40, looks, duration_s))
+            parts.append(_cell(x, top, 40, looks))
         y += -(-num_places // _CHIPS) * (CELL_HEIGHT + 2) + 6
     for page in range(trace.num_pages):
         line, column = divmod(page, _COLUMNS)
@@ -105,25 +101,25 @@ def _draw(
         looks = []
         for step in steps:
             uses = owners[step].get(page, [])
-            look = (
-                ("c", _CACHED_FILL) if pages.is_cached[step, page] else ("", _FREE_FILL)
-            )
+            look = "", _FREE_FILL
+            if pages.is_cached[step, page]:
+                look = "c", _CACHED_FILL
             if uses:
                 name = f"{_TIMES}{len(uses)}" if len(uses) > 1 else str(uses[0])
                 look = name, color_of.get(uses[0], _CACHED_FILL)
             looks.append(look)
-        parts.append(_cell(*place, CELL_WIDTH - 2, looks, duration_s))
+        parts.append(_cell(*place, CELL_WIDTH - 2, looks))
     num_lines = -(-trace.num_pages // _COLUMNS)
     y = max(y, 84 + num_lines * (CELL_HEIGHT + 2)) + 26
-    parts.append(_text(20, y, ["queue:"], duration_s))
+    parts.append(_text(20, y, ["queue:"]))
     queue = pages.queue[:, : min(_QUEUE_PLACES, (pages.queue >= 0).sum(1).max())]
     for place, requests in enumerate(queue.T.tolist()):
         looks = [
             None if x < 0 else (str(x), color_of.get(x, _CACHED_FILL)) for x in requests
         ]
         x = 90 + place * CELL_WIDTH
-        parts.append(_cell(x, y - 19, CELL_WIDTH - 2, looks, duration_s))
-    parts += [_text(20, y + 24 * i, [x], duration_s) for i, x in enumerate(lines, 1)]
+        parts.append(_cell(x, y - 19, CELL_WIDTH - 2, looks))
+    parts += [_text(20, y + 24 * i, [x]) for i, x in enumerate(lines, 1)]
     titles = [
         f"step {first + step}: {np.sum(info.request_id[step] >= 0)} running, "
         f"{info.num_waiting[step]} waiting, {len(owners[step])} of {trace.num_pages} "
@@ -140,8 +136,8 @@ def _draw(
             f'font-family="sans-serif" role="img" aria-label="{escape(label)}">',
             f"{_STYLE_SHEET}"
             f'<rect class="ground" width="{_TOTAL_WIDTH}" height="{height}" rx="8"/>',
-            f'<g font-weight="bold">{_text(20, 30, titles, duration_s)}',
-            *(_text(x, 66, [head], duration_s) for head, x in heads),
+            f'<g font-weight="bold">{_text(20, 30, titles)}',
+            *(_text(x, 66, [head]) for head, x in heads),
             "</g>",
             *parts,
             "</svg>\n",
@@ -162,7 +158,7 @@ def _phase(trace: RunTrace, step: int, slot: int) -> str:
     return f"{num_accepted} of {num_drafts} drafts" if num_drafts else "decode"
 
 
-def _animate(attribute: str, values: Sequence[str | int], duration_s: float) -> str:
+def _animate(attribute: str, values: Sequence[str | int]) -> str:
     """Returns the attribute with its first value, and its changes over the steps."""
     starts = [i for i, x in enumerate(values) if not i or x != values[i - 1]]
     if len(starts) == 1:
@@ -170,7 +166,7 @@ def _animate(attribute: str, values: Sequence[str | int], duration_s: float) -> 
     times = ";".join(f"{i / len(values):.5f}".rstrip("0").rstrip(".") for i in starts)
     shown = ";".join(str(values[i]) for i in starts)
     return (
-        f'><animate attributeName="{attribute}" dur="{duration_s:g}s" '
+        f'><animate attributeName="{attribute}" dur="{len(values) / 3:.3f}s" '
         f'calcMode="discrete" repeatCount="indefinite" keyTimes="{times}" '
         f'values="{shown}"/>'
     )
@@ -180,7 +176,6 @@ def _text(
     x: float,
     y: float,
     values: Sequence[str],
-    duration_s: float,
     style: str = 'class="words"',
 ) -> str:
     """Returns a text that changes over the steps: an element for each value."""
@@ -190,7 +185,7 @@ def _text(
         hidden = "" if shows[0] else ' opacity="0"'
         parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="16" {style}{hidden}'
-            f"{_animate('opacity', shows, duration_s)}{escape(value)}</text>"
+            f"{_animate('opacity', shows)}{escape(value)}</text>"
         )
     return "".join(parts)
 
@@ -200,7 +195,6 @@ def _cell(
     y: float,
     width: float,
     looks: Sequence[tuple[str, str] | None],
-    duration_s: float,
 ) -> str:
     """Returns a page: a box with its label in the middle, which may be absent."""
     shows = [int(look is not None) for look in looks]
@@ -208,8 +202,8 @@ def _cell(
     fills = [look[1] if look else _FREE_FILL for look in looks]
     style = 'class="cell" text-anchor="middle"'
     return (
-        f'<g opacity="{shows[0]}"{_animate("opacity", shows, duration_s)}'
+        f'<g opacity="{shows[0]}"{_animate("opacity", shows)}'
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{CELL_HEIGHT - 2}" '
-        f'rx="3" fill="{fills[0]}" stroke="#888"{_animate("fill", fills, duration_s)}'
-        f"</rect>{_text(x + width / 2, y + 19, labels, duration_s, style)}</g>"
+        f'rx="3" fill="{fills[0]}" stroke="#888"{_animate("fill", fills)}'
+        f"</rect>{_text(x + width / 2, y + 19, labels, style)}</g>"
     )

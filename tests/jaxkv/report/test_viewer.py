@@ -367,14 +367,14 @@ def test_a_picture_has_the_pages_of_its_step(name: str, step: int) -> None:
 
 def test_an_animation_shows_every_step() -> None:
     num = 20
-    text = draw_run(TRACE.part(60, 60 + num - 1), steps_per_s=4)
+    text = draw_run(TRACE.part(60, 60 + num - 1))
     root = ElementTree.fromstring(text)
     assert not [x for x in root.iter() if x.tag.endswith(("script", "image"))]
     texts = [x for x in root.iter() if x.tag.endswith("text") and len(x)]
     titles = {str(x[0].tail).partition(":")[0]: x[0] for x in texts}
     for i in range(num):
         fields = titles[f"step {i}"].attrib
-        assert (fields["dur"], fields["repeatCount"]) == ("5s", "indefinite")
+        assert (fields["dur"], fields["repeatCount"]) == ("6.667s", "indefinite")
         starts = [float(x) * num for x in fields["keyTimes"].split(";")]
         shows = dict(zip(starts, fields["values"].split(";"), strict=True))
         assert shows[i] == "1"
