@@ -56,7 +56,7 @@ def record_simulation(
         slots = state.ledger.slots
         is_running = ledger.is_running(slots)
         after = jnp.where(is_running, slots.sequence, ledger.NO_SEQUENCE)
-        held = ledger.is_occupied(slots) & ~is_running
+        held = (ledger.is_occupied(slots) & ~is_running).astype(jnp.int32)
         by_slot = after, held, state.pages.position, info.drew
         return state, (info, jnp.stack(by_slot), state.ledger.queue)
 
