@@ -322,6 +322,9 @@ def test_a_long_run_needs_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MAX_PAGE_STEPS", 39)
     with pytest.raises(ValueError, match=r"num_steps=145 must be in \[1, 39\]"):
         render_viewer(TRACE)
+    for traces, names in (((), ()), ((TRACE,), ["a"]), ((TRACE, TRACE), ["a"])):
+        with pytest.raises(ValueError, match=f"one for each of {len(traces)} runs"):
+            render_viewer(*traces, names=names)
     assert TRACE._repr_html_() == "<code>" + html.escape(repr(TRACE)) + "</code>"
 
 
