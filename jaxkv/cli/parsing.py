@@ -167,7 +167,7 @@ def _shorten_help(full: str, prog: str, description: str) -> str:
         room = HELP_COLUMNS - _FLAG_COLUMNS - 4
         text = _first_clause(" ".join(filter(None, texts)), room)
         lines.append(f"  {f'{name} {value}':{_FLAG_COLUMNS}}  {text}".rstrip())
-    return "\n".join([*lines, "", f"{FULL_HELP} has the whole text of each option."])
+    return "\n".join([*lines, f"{FULL_HELP} has the whole text of each option."])
 
 
 def _first_clause(text: str, room: int) -> str:

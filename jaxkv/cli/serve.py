@@ -33,6 +33,8 @@ API_KEY = "JAXKV_API_KEY"
 SIGNAL_POLL_S = 0.2
 """Largest delay of a signal by a wait for workers."""
 _DEFAULT_LENGTH = 1024
+_TRACED_STEPS = 5000
+"""Steps that `--trace` keeps, as many as a page of the viewer shows."""
 _SORTING_HEAD = 64
 """Waiting requests that a policy sees which may sort them."""
 
@@ -124,6 +126,9 @@ class ServeOptions:
     can be replayed, but no text."""
     max_incidents: int = 8
     """Largest number of incidents; the oldest is deleted."""
+    trace: Annotated[Path | None, parsing.describe_default("none")] = None
+    """File for the last 5,000 steps, for jaxkv view; written at the end. It has the
+    texts of the requests."""
     config: Annotated[Path | None, parsing.describe_default("none")] = None
     """JSON object of these options to start from, such as {"decode": 2}."""
     loading: Annotated[generate.ModelOptions, parsing.UNNAMED] = dataclasses.field(
@@ -207,6 +212,8 @@ def serve_model(
             )
         if options.loading.lora:
             raise ValueError("--lora: is not supported with --decode and --prefill")
+        if options.trace is not None:
+            raise ValueError("--trace: is not supported with --decode and --prefill")
         if options.policy:
             raise ValueError(
                 f"--policy {options.policy}: workers of disaggregated serving have "
@@ -224,6 +231,8 @@ def serve_model(
         engine = generate.load_engine(read, options.loading, **rules, **bounds)
         # Compiles all programs before the first request.
         engine.generate([[0]], Sampling.greedy(max_tokens=1, ignore_eos=True))
+        engine.trace.clear()
+        engine.trace.max_steps = _TRACED_STEPS
         recorder = None
         if options.keep_incidents is not None:
             recorder = make_recorder(engine, read, options, bounds)
@@ -233,7 +242,22 @@ def serve_model(
         if name in engine.adapters:
             raise ValueError(f"--lora {name}=...: is the name of the model")
         with AsyncEngine(engine, model_name=name, recorder=recorder) as backend:
-            return serve_backend(backend, listener, options, shown_key, key, documents)
+            output = serve_backend(
+                backend, listener, options, shown_key, key, documents
+            )
+        if options.trace is not None:
+            _save_trace(engine, options.trace)
+        return output
+
+
+def _save_trace(engine: "Engine", path: Path) -> None:
+    """Writes the file of `--trace`, unless no request has run."""
+    from jaxkv.report import RunTrace
+
+    if any((info.request_id >= 0).any() for info in engine.trace):
+        RunTrace.of_engine(engine).save(path)
+    else:
+        print("[no request has run; no trace is written]", file=sys.stderr)
 
 
 def check_incident_options(options: ServeOptions, is_disaggregated: bool) -> None:
@@ -537,4 +561,5 @@ def _bounds(options: ServeOptions, longest: int, page_size: int) -> dict[str, ob
         "num_pages": num_pages,
         "max_logit_rows": rows,
         "queue_head": head,
+        "record_pages": options.trace is not None,
     }

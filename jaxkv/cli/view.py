@@ -1,4 +1,4 @@
-"""Shows a recorded run: `jaxkv view TRACE` writes its page, pictures and Perfetto file.
+"""Shows recorded runs: `jaxkv view TRACE` writes a page, pictures, a Perfetto file.
 
 The module imports only the standard library at the top, so that `--help` is fast.
 """
@@ -22,9 +22,12 @@ class ViewOptions:
     out: Annotated[
         Path | None, parsing.describe_default("TRACE.html, if no other file is named")
     ] = None
-    """HTML page that replays the run in a browser, without network."""
+    """HTML page that replays the run in a browser, without network; several TRACEs
+    are in columns that step together."""
     svg: Annotated[Path | None, parsing.describe_default("none")] = None
     """SVG picture of one step, see --step."""
+    animate: Annotated[Path | None, parsing.describe_default("none")] = None
+    """SVG animation of the steps, for a Markdown page."""
     gantt: Annotated[Path | None, parsing.describe_default("none")] = None
     """Figure of the slots over all steps, .svg or .png, or .pdf with --format pdf."""
     perfetto: Annotated[Path | None, parsing.describe_default("none")] = None
@@ -40,41 +43,56 @@ class ViewOptions:
 
 
 def main(args: list[str]) -> CommandOutput:
-    """Runs `view TRACE [OPTIONS]`.
+    """Runs `view TRACE [TRACE ...] [OPTIONS]`.
 
     Raises:
-      ValueError: the trace cannot be read, an option is out of range, or a file cannot
+      ValueError: a trace cannot be read, an option is out of range, or a file cannot
         be written.
     """
+    num = next((i for i, x in enumerate(args) if x.startswith("-")), len(args))
     subject, options = parse_subject(
-        args,
+        [*args[:1], *args[max(num, 1) :]],
         ViewOptions,
-        "jaxkv view TRACE",
+        "jaxkv view TRACE [TRACE ...]",
         "TRACE is missing: a trace.npz, or a folder that has one",
-        "TRACE is a file of jaxkv generate --trace or of RunTrace.save, or a folder "
-        "that has a trace.npz.",
+        "TRACE is a file of generate --trace, serve --trace, simulate --record or "
+        "RunTrace.save, or a folder that has a trace.npz.",
     )
     from jaxkv import files
     from jaxkv.report import (
         RunTrace,
+        draw_run,
         draw_step,
         make_perfetto_trace,
         render_viewer,
     )
 
-    path = Path(subject)
-    trace = RunTrace.read(path)
-    last = trace.num_steps - 1 if options.last is None else options.last
-    part = trace.part(options.first, last)
+    paths = [Path(subject), *map(Path, args[1:num])]
+    traces = [RunTrace.read(path) for path in paths]
+    parts = []
+    for trace in traces:
+        last = trace.num_steps - 1 if options.last is None else options.last
+        parts.append(trace.part(options.first, last))
+    stems = [path.resolve().stem for path in paths]
     out = options.out
-    if (out, options.svg, options.gantt, options.perfetto) == (None,) * 4:
-        out = (path / "trace" if path.is_dir() else path).with_suffix(".html")
+    pictures = ("svg", "animate", "gantt", "perfetto")
+    for name in pictures:
+        if len(paths) > 1 and (file := getattr(options, name)) is not None:
+            raise ValueError(f"--{name} {file}: needs one TRACE, not {len(paths)}")
+    if out is None and all(getattr(options, name) is None for name in pictures):
+        path = paths[0] / "trace" if paths[0].is_dir() else paths[0]
+        out = path.with_name("-".join([path.stem, *stems[1:]]) + ".html")
     contents: dict[Path, str | bytes] = {}
     if out is not None:
-        title = path.resolve().stem if options.title is None else options.title
-        contents[out] = render_viewer(part, title=title)
+        title = ", ".join(stems) if options.title is None else options.title
+        names = stems if len(stems) > 1 else ()
+        contents[out] = render_viewer(*parts, title=title, names=names)
+    trace = traces[0]
+    part = parts[0]
     if options.svg is not None:
         contents[options.svg] = draw_step(trace, options.step)
+    if options.animate is not None:
+        contents[options.animate] = draw_run(part)
     if options.gantt is not None:
         figures = _draw_gantt(part)
         if (name := f"figure{options.gantt.suffix}") not in figures:
@@ -92,7 +110,7 @@ def main(args: list[str]) -> CommandOutput:
         "num_requests": len(trace.requests),
         "files": [str(file) for file in contents],
     }
-    return CommandOutput(document, [], [f"{trace}", *document["files"]])
+    return CommandOutput(document, [], [*map(str, traces), *document["files"]])
 
 
 def _draw_gantt(trace: "RunTrace") -> dict[str, bytes]:

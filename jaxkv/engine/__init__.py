@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         VerifyOutput,
     )
     from jaxkv.engine.emitting.logit_rows import LogitsFn, TokenHistory
+    from jaxkv.engine.emitting.recording import StepPages
     from jaxkv.engine.paging.swapping import clear_swapped
     from jaxkv.engine.parts import EngineParts, EngineRules
     from jaxkv.engine.plan_application import apply_plan, forget_kv
@@ -34,6 +35,6 @@ if TYPE_CHECKING:
         Sequences,
         init,
     )
-    from jaxkv.engine.steps import StepInfo, StepPages, plan_step, run_steps, step
+    from jaxkv.engine.steps import StepInfo, plan_step, run_steps, step
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

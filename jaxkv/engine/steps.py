@@ -27,10 +27,13 @@ from jaxkv.engine.drafting import Drafter, Drafts, Speculation, VerifyOutput
 from jaxkv.engine.emitting import (
     LogitsFn,
     SamplerOutput,
+    StepPages,
     advance_grammars,
     constrain_logits,
     emit,
     follow_drafts,
+    pad_drafts,
+    record_pages,
     record_routes,
 )
 from jaxkv.engine.paging import StatePlan, evict_tokens
@@ -43,7 +46,6 @@ from jaxkv.engine.state import (
 )
 from jaxkv.ledger import NO_SEQUENCE
 from jaxkv.memory import (
-    Copies,
     Eviction,
     Violations,
     count_prefix_faults,
@@ -57,29 +59,6 @@ from jaxkv.memory import violations as count_violations
 from jaxkv.models import Forward
 from jaxkv.sampling import GrammarTables
 from jaxkv.scheduling import Policy
-
-
-class StepPages(NamedTuple):
-    """Page tables, pool and queue while a step ran, after its plan was applied."""
-
-    page_ids: Int32[Array, "slots pages_per_slot"]
-    """Page table: pages of each slot in token order, `NO_PAGE` beyond them."""
-    length: Int32[Array, " slots"]
-    """Tokens of each slot whose K and V were written before the step."""
-    ref: Int32[Array, " pages"]
-    """Reference count of each page; 0 means free."""
-    is_cached: Bool[Array, " pages"]
-    """True if the page is in the prefix cache, which counts as one reference."""
-    copied_from: Int32[Array, " slots"]
-    """Shared page that the slot copied before a write, or `NO_PAGE`."""
-    copied_to: Int32[Array, " slots"]
-    """Page that the slot has in its place, or `NO_PAGE`."""
-    num_cached: Int32[Array, " slots"]
-    """Prompt tokens of the slot's sequence found in the prefix cache."""
-    queue: Int32[Array, " places"]
-    """Request ids of the queue in order; -1 beyond them."""
-    queue_swapped: Int32[Array, " places"]
-    """Swapped-out pages of each request in the queue."""
 
 
 class StepInfo(NamedTuple):
@@ -231,6 +210,17 @@ def step(
     state = evict_tokens(state, emitted.reason != NOT_ENDED, config)
     state = _retire(state, emitted, scheduling.holds_finished(policy), eviction)
     info = _info(planned, applied, emitted, state, config, kinds)
+    if config.record_pages:
+        pages = record_pages(
+            planned,
+            result.pages,
+            applied.copies,
+            info.num_rows,
+            drafts,
+            emitted.verified,
+            config,
+        )
+        info = info._replace(pages=pages)
     if config.debug:
         unsafe = shared_writes(
             planned.pool, planned.table, info.num_rows, page_size=config.page_size
@@ -340,27 +330,6 @@ def _info(
         violations=None,
         num_drafts=num_drafts,
         used_window_pages=paging.num_used_window_pages(planned),
-        pages=_record_pages(planned, applied.copies) if config.record_pages else None,
-    )
-
-
-def _record_pages(planned: EngineState, copies: Copies) -> StepPages:
-    """Makes the `StepPages` from the state after planning."""
-    s = planned.sequences
-    pool = planned.pool
-    cache = planned.prefixes
-    queue = planned.ledger.queue
-    swapped = ledger.PROGRESS.read(planned.ledger.progress, "swapped_pages")
-    return StepPages(
-        page_ids=planned.table.page_ids,
-        length=planned.table.length,
-        ref=pool.ref,
-        is_cached=jnp.zeros_like(pool.ref, bool) if cache is None else cache.pinned,
-        copied_from=copies.source,
-        copied_to=copies.target,
-        num_cached=arrays.take(s.num_cached, planned.slots.sequence, fill=0),
-        queue=arrays.take(s.request_id, queue, fill=-1),
-        queue_swapped=arrays.take(swapped, queue, fill=0),
     )
 
 
@@ -464,6 +433,8 @@ def _finish_call(
             logprobs=jnp.pad(infos.logprobs, wide),
             num_drafts=jnp.zeros_like(infos.num_rows),
         )
+        if infos.pages is not None:
+            infos = infos._replace(pages=pad_drafts(infos.pages, config))
         state = state._replace(memory=drafter.on_skipped(state.memory, num_steps))
     disabled = drafter.is_disabled(state.memory, state, config)
     if disabled is not None:

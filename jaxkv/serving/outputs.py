@@ -136,6 +136,32 @@ class Trace(list[StepInfo]):
         super().__init__(infos)
         self.calls: list[TraceCall] = [*getattr(infos, "calls", ())]
         """Times and requests of the calls, in the order of the infos."""
+        self.max_steps: int | None = getattr(infos, "max_steps", None)
+        """Largest number of steps, but for those of one call; None keeps all."""
+
+    def clear(self) -> None:
+        """Drops all calls."""
+        super().clear()
+        self.calls.clear()
+
+    def add(self, info: StepInfo, call: TraceCall) -> None:
+        """Adds a call, and drops the oldest ones beyond `max_steps`.
+
+        Requests of a dropped call that run or wait in the next one move to it, with
+        `EngineConfig.record_pages`.
+        """
+        self.append(info)
+        self.calls.append(call)
+        num_steps = sum(len(info.enough) for info in self)
+        while self.max_steps and num_steps - len(self[0].enough) >= self.max_steps:
+            num_steps -= len(self.pop(0).enough)
+            dropped = self.calls.pop(0).requests
+            pages = self[0].pages
+            queue = [] if pages is None else pages.queue.ravel().tolist()
+            names = {*self[0].request_id.ravel().tolist(), *queue}
+            open_requests = (x for x in dropped if x.request_id in names)
+            requests = (*open_requests, *self.calls[0].requests)
+            self.calls[0] = self.calls[0]._replace(requests=requests)
 
     def __repr__(self) -> str:
         """One line: the numbers of calls and steps."""

@@ -424,10 +424,9 @@ class StepLoop:
             )
             if self._keep_trace:
                 waiting = info.num_waiting + call.num_pending
-                self.trace.append(info._replace(num_waiting=waiting))
                 requests = (record.to_prompt() for record in call.batch)
-                times = call.now_s, self.now()
-                self.trace.calls.append(outputs.TraceCall(*times, tuple(requests)))
+                trace_call = outputs.TraceCall(call.now_s, self.now(), tuple(requests))
+                self.trace.add(info._replace(num_waiting=waiting), trace_call)
             self.tracker.read(info, self.now())
             if call.drained is not None:
                 self.tracker.collect(call.drained, self.now())

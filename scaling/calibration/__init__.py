@@ -155,6 +155,7 @@ if TYPE_CHECKING:
     from scaling.calibration.server_runs import (
         RequestLatencies,
         ServerRun,
+        make_server_member,
         simulate_server,
     )
     from scaling.calibration.server_stages import (

@@ -197,6 +197,21 @@ def simulate_server(
     return [runs[at] for at in range(len(loads))]
 
 
+def make_server_member(
+    setup: ServerSetup,
+    load: ServerLoad,
+    coefficients: ServerCoefficients,
+    policy: Policy,
+) -> SimulationMember:
+    """Makes the simulation of a load for one draw of the coefficients.
+
+    The pages of cached prompts are no part of its pool.
+    """
+    draw = jax.tree.map(lambda x: np.reshape(x, (1, 1)), coefficients)
+    members = _make_members(setup, [load], draw, policy)
+    return jax.tree.map(lambda x: x[0], members)
+
+
 def _refuse_misfits(setup: ServerSetup, load: ServerLoad) -> None:
     w = load.workload
     prompt = np.asarray(w.prompt)

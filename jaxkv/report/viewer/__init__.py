@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jaxkv.report.viewer.perfetto import make_perfetto_trace
     from jaxkv.report.viewer.run_events import RunEvent, list_events
     from jaxkv.report.viewer.run_trace import RunTrace, TraceRequest
-    from jaxkv.report.viewer.step_picture import draw_step
+    from jaxkv.report.viewer.simulated_run import record_simulation
+    from jaxkv.report.viewer.step_picture import draw_run, draw_step
 
 __all__, __getattr__, __dir__ = lazy_exports(__name__)

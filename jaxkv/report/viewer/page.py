@@ -9,6 +9,7 @@ a script element of type `application/json`, with `<` escaped, and are shown by
 import base64
 import html
 import json
+from collections.abc import Sequence
 from importlib import resources
 
 import numpy as np
@@ -33,63 +34,104 @@ OWNER_COLORS = (
 """Colours of requests, of Okabe and Ito, with a contrast to black of at least 5."""
 
 
-def render_viewer(trace: RunTrace, *, title: str = "jaxkv run") -> str:
-    """Returns the HTML page of a run; `#step=N` in its address selects a step.
+def render_viewer(
+    *traces: RunTrace, title: str = "jaxkv run", names: Sequence[str] = ()
+) -> str:
+    """Returns the HTML page of runs; `#step=N` in its address selects a step.
+
+    Args:
+      traces: the runs; several are shown in columns that step together.
+      title: title of the page.
+      names: headings of the columns; needed for several runs.
 
     Raises:
-      ValueError: the trace has more than `MAX_PAGE_STEPS` steps.
+      ValueError: there is no trace, a trace has more than `MAX_PAGE_STEPS` steps, or
+        the names are not one for each of several runs.
     """
-    if trace.num_steps > MAX_PAGE_STEPS:
+    if not traces or len(names) != len(traces) * (len(traces) > 1):
         raise ValueError(
-            f"num_steps={trace.num_steps} must be in [1, {MAX_PAGE_STEPS}]: choose a "
-            "part of the trace"
+            f"names={[*names]} must be one for each of {len(traces)} runs, or none for "
+            "one run"
         )
-    info = trace.info
-    pages = trace.pages
-    kinds = [*EVENT_TEXTS]
-    events = [
-        [x.step, kinds.index(x.kind), x.request, x.slot, x.a, x.b]
-        for x in list_events(trace)
-    ]
-    start_us = np.round((trace.start_s - trace.start_s[0]) * 1e6)
-    columns = {
-        "request": info.request_id,
-        "sample": info.sample,
-        "rows": info.num_rows,
-        "emitted": info.num_emitted,
-        "drafts": trace.num_drafts,
-        "held": info.held,
-        "length": pages.length,
-        "pageIds": pages.page_ids.reshape(trace.num_steps, -1),
-        "ref": pages.ref,
-        "isCached": pages.is_cached,
-        "queue": pages.queue,
-        "swappedPages": pages.queue_swapped,
-        "lives": trace_lives(trace),
-        "waiting": info.num_waiting[:, None],
-        "used": info.used_pages[:, None],
-        "start": start_us[:, None],
-    }
+    for trace in traces:
+        if trace.num_steps > MAX_PAGE_STEPS:
+            raise ValueError(
+                f"num_steps={trace.num_steps} must be in [1, {MAX_PAGE_STEPS}]: choose "
+                "a part of the trace"
+            )
     document = {
         "title": title,
-        "pageSize": trace.page_size,
-        "numPages": trace.num_pages,
-        "numSteps": trace.num_steps,
         "colors": OWNER_COLORS,
         "lifeStates": LIFE_STATES,
-        "eventTexts": [EVENT_TEXTS[kind] for kind in kinds],
-        "eventKinds": kinds,
-        "events": events,
-        "requests": [
-            x._asdict() | {"prompt": _cut(x.prompt), "answers": [*map(_cut, x.answers)]}
-            for x in trace.requests
+        "eventTexts": [*EVENT_TEXTS.values()],
+        "eventKinds": [*EVENT_TEXTS],
+        "runs": [
+            _describe_run(trace, name)
+            for trace, name in zip(traces, names or ("",), strict=True)
         ],
-        "columns": {name: encode_column(x) for name, x in columns.items()},
     }
     text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
     template = resources.files("jaxkv.report.viewer").joinpath("page.html")
     head, _, tail = template.read_text(encoding="utf-8").partition("{{data}}")
     return head.replace("{{title}}", html.escape(title)) + text + tail
+
+
+def _describe_run(trace: RunTrace, name: str) -> dict[str, object]:
+    """Returns the part of the page's document that describes one run."""
+    info = trace.info
+    pages = trace.pages
+    drafts = trace.num_drafts
+    accepted = np.maximum(info.num_emitted - 1, 0) * (drafts > 0)
+    columns = {
+        "request": info.request_id,
+        "sample": info.sample,
+        "rows": info.num_rows,
+        "emitted": info.num_emitted,
+        "drafts": drafts,
+        "drafted": np.cumsum(drafts.sum(1)),
+        "accepted": np.cumsum(accepted.sum(1)),
+        "held": info.held,
+        "length": pages.length,
+        "pageIds": pages.page_ids,
+        "ref": pages.ref,
+        "isCached": pages.is_cached,
+        "queue": pages.queue,
+        "swappedPages": pages.queue_swapped,
+        "onHost": pages.is_on_host,
+        "windowIds": pages.window_ids,
+        "stateIds": pages.state_ids,
+        "statePage": pages.state_page,
+        "draftTokens": pages.draft_tokens,
+        "draftParents": pages.draft_parents,
+        "draftPath": pages.draft_path,
+        "experts": trace.expert_loads,
+        "lives": trace_lives(trace),
+        "waiting": info.num_waiting,
+        "used": info.used_pages,
+        "startMs": np.round((trace.start_s - trace.start_s[0]) * 1e3),
+    }
+    kinds = [*EVENT_TEXTS]
+    return {
+        "name": name,
+        "pageSize": trace.page_size,
+        "numPages": trace.num_pages,
+        "numSteps": trace.num_steps,
+        "numMixtures": 0 if pages.routes is None else pages.routes.shape[2],
+        "tokenTexts": trace.token_texts,
+        "events": [
+            [x.step, kinds.index(x.kind), x.request, x.slot, x.a, x.b]
+            for x in list_events(trace)
+        ],
+        "requests": [
+            x._asdict() | {"prompt": _cut(x.prompt), "answers": [*map(_cut, x.answers)]}
+            for x in trace.requests
+        ],
+        "columns": {
+            key: encode_column(np.reshape(x, (trace.num_steps, -1)))
+            for key, x in columns.items()
+            if x is not None
+        },
+    }
 
 
 def encode_column(

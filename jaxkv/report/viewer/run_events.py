@@ -4,6 +4,7 @@ Events follow from the differences between steps, so that pages, pictures and Pe
 files report the same ones.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,10 @@ EVENT_TEXTS = {
     "swapped in": "request {request} swapped in to slot {slot}",
     "preempted": "request {request} preempted, its pages are released",
     "swapped out": "request {request} preempted, {a} pages swapped out",
+    "to host": "request {request}: {a} swapped pages move to host memory",
+    "to buffer": "request {request}: {a} swapped pages move to the staging buffer",
+    "released": "request {request}, slot {slot}: pages released behind the window: {a}",
+    "checkpoint": "state {a} becomes the checkpoint of cached page {b}",
     "copied": "page {a} copied to page {b} for request {request} (copy-on-write)",
     "cancelled": "request {request} cancelled between steps",
 } | {
@@ -38,7 +43,7 @@ class RunEvent(NamedTuple):
     kind: str
     """A key of `EVENT_TEXTS`."""
     request: int
-    """Request id."""
+    """Request id; -1 of a checkpoint."""
     slot: int = -1
     a: int = 0
     b: int = 0
@@ -86,11 +91,7 @@ def list_events(trace: RunTrace) -> list[RunEvent]:
             num = int(pages.num_cached[step, slot])
             if num and kind == "admitted":
                 events.append(RunEvent(step, "prefix", request, slot, num))
-        for slot in np.flatnonzero(pages.copied_to[step] >= 0).tolist():
-            request = int(info.request_id[step, slot])
-            source = int(pages.copied_from[step, slot])
-            target = int(pages.copied_to[step, slot])
-            events.append(RunEvent(step, "copied", request, slot, source, target))
+        events += _list_page_events(trace, step)
         ended = set()
         for slot in np.flatnonzero(info.reason[step] > 0).tolist():
             request = int(info.request_id[step, slot])
@@ -100,6 +101,43 @@ def list_events(trace: RunTrace) -> list[RunEvent]:
             ended.add(request)
         before = running
     return events
+
+
+def _list_page_events(trace: RunTrace, step: int) -> Iterator[RunEvent]:
+    """Lists what happens to pages and states in a step, by slots and places."""
+    info = trace.info
+    pages = trace.pages
+    request_id = info.request_id[step].tolist()
+    for slot in np.flatnonzero(pages.copied_to[step] >= 0).tolist():
+        source = int(pages.copied_from[step, slot])
+        target = int(pages.copied_to[step, slot])
+        yield RunEvent(step, "copied", request_id[slot], slot, source, target)
+    if (states := pages.state_page) is not None:
+        is_new = (states[step] >= 0) & (not step or states[step] != states[step - 1])
+        for state in np.flatnonzero(is_new).tolist():
+            page = int(states[step, state])
+            yield RunEvent(step, "checkpoint", -1, a=state, b=page)
+    if not step:
+        return
+    if (windows := pages.window_ids) is not None:
+        slot_before = {x: i for i, x in enumerate(info.sequence[step - 1].tolist())}
+        for slot, sequence in enumerate(info.sequence[step].tolist()):
+            if sequence < 0 or sequence not in slot_before:
+                continue
+            is_behind = np.logical_and.accumulate(windows[step, slot] < 0)
+            ids = windows[step - 1, slot_before[sequence]]
+            if num := int((is_behind & (ids >= 0)).sum()):
+                yield RunEvent(step, "released", request_id[slot], slot, num)
+    if (on_host := pages.is_on_host) is not None:
+        before = pages.queue[step - 1].tolist()
+        for place, request in enumerate(pages.queue[step].tolist()):
+            num = int(pages.queue_swapped[step, place])
+            is_out = bool(on_host[step, place])
+            if not num or request not in before:
+                continue
+            if is_out != on_host[step - 1, before.index(request)]:
+                kind = "to host" if is_out else "to buffer"
+                yield RunEvent(step, kind, request, a=num)
 
 
 def trace_lives(trace: RunTrace) -> Int[np.ndarray, "steps requests"]:

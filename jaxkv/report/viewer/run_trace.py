@@ -7,6 +7,7 @@ as JSON in UTF-8. It is read without unpickling.
 import html
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,17 +16,17 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv import files, validation
-from jaxkv.engine import StepInfo, StepPages
+from jaxkv.engine import EngineConfig, StepInfo, StepPages
 
 if TYPE_CHECKING:
     from jaxkv.serving import Engine
 
-VERSION = 1
+VERSION = 2
 """Version of the file; readers refuse others."""
 FILE_NAME = "trace.npz"
 """Name of the file in a run folder."""
 _PAGES = "pages."
-_OMITTED_FIELDS = {"violations", "is_disabled", "used_window_pages"}
+_OMITTED_FIELDS = {"violations", "is_disabled"}
 """Fields of a `StepInfo` that a trace does not keep."""
 
 
@@ -52,8 +53,12 @@ class RunTrace(NamedTuple):
     """Step infos with a leading axis of steps, as NumPy arrays."""
     page_size: int
     """Tokens of a page."""
+    num_pages: int
+    """Pages of the pool."""
     requests: tuple[TraceRequest, ...]
     """The requests in the order of their submission."""
+    token_texts: dict[str, str]
+    """Texts of the drafts by token id in decimal; empty without drafts or tokenizer."""
 
     @classmethod
     def of_engine(cls, engine: "Engine") -> "RunTrace":
@@ -67,22 +72,12 @@ class RunTrace(NamedTuple):
             request.
         """
         trace = engine.trace
-        if not engine.config.record_pages:
-            raise ValueError(
-                "record_pages=False must be True for a trace: "
-                "Engine.load(..., record_pages=True)"
-            )
-        start_s = [np.zeros(0)]
+        run = cls.of_steps(trace, engine.config)
+        start_s = []
         for call, info in zip(trace.calls, trace, strict=True):
             num = len(info.enough)
             part = np.arange(num) / num
             start_s.append(call.dispatch_s + (call.read_s - call.dispatch_s) * part)
-        busy = [(info.request_id >= 0).any(1) for info in trace]
-        steps = np.flatnonzero(np.concatenate(busy)) if busy else np.zeros(0, int)
-        if not steps.size:
-            raise ValueError("trace=[] must have a step with a request")
-        info = jax.tree.map(lambda *x: np.concatenate(x)[: steps[-1] + 1], *trace)
-        info = info._replace(**dict.fromkeys(_OMITTED_FIELDS))
         submitted = {x.request_id: x for call in trace.calls for x in call.requests}
         requests = tuple(
             TraceRequest(
@@ -91,14 +86,53 @@ class RunTrace(NamedTuple):
                 len(x.prompt),
                 _text_of(engine, x.prompt),
                 [
-                    _text_of(engine, _emitted_tokens(info, name, sample))
+                    _text_of(engine, _emitted_tokens(run.info, name, sample))
                     for sample in range(x.num_sequences)
                 ],
             )
             for name, x in submitted.items()
         )
-        size = engine.config.page_size
-        return cls(np.concatenate(start_s)[: steps[-1] + 1], info, size, requests)
+        texts = {}
+        if (drafts := run.pages.draft_tokens) is not None and engine.tokenizer:
+            texts = {
+                str(x): engine.tokenizer.decode([x])
+                for x in np.unique(drafts[drafts >= 0])
+            }
+        return run._replace(
+            start_s=np.concatenate(start_s)[: run.num_steps],
+            requests=requests,
+            token_texts=texts,
+        )
+
+    @classmethod
+    def of_steps(cls, infos: Sequence[StepInfo], config: EngineConfig) -> "RunTrace":
+        """Returns the trace of calls of `run_steps`, or of a branch of `jaxkv.branch`.
+
+        A step takes 1 s, and requests have token ids in place of texts.
+
+        Raises:
+          ValueError: the engine does not record pages, or no step has a request.
+        """
+        if not config.record_pages:
+            raise ValueError(
+                "record_pages=False must be True for a trace: "
+                "Engine.load(..., record_pages=True)"
+            )
+        busy = [(np.asarray(info.request_id) >= 0).any(1) for info in infos]
+        steps = np.flatnonzero(np.concatenate(busy)) if busy else np.zeros(0, int)
+        if not steps.size:
+            raise ValueError("trace=[] must have a step with a request")
+        start_s = np.arange(steps[-1] + 1.0)
+        info = jax.tree.map(lambda *x: np.concatenate(x)[: len(start_s)], *infos)
+        info = info._replace(**dict.fromkeys(_OMITTED_FIELDS))
+        requests = []
+        for name in np.unique(info.request_id[info.request_id >= 0]).tolist():
+            num_samples = 1 + int(info.sample[info.request_id == name].max())
+            tokens = [_emitted_tokens(info, name, x) for x in range(num_samples)]
+            answers = [" ".join(map(str, x)) for x in tokens]
+            requests.append(TraceRequest(name, 0.0, 0, "", answers))
+        sizes = config.page_size, config.num_pages
+        return cls(start_s, info, *sizes, (*requests,), {})
 
     @property
     def pages(self) -> StepPages:
@@ -123,9 +157,25 @@ class RunTrace(NamedTuple):
         return np.asarray(self.info.num_rows) - self.num_drafts > 1
 
     @property
-    def num_pages(self) -> int:
-        """Pages of the pool."""
-        return self.pages.ref.shape[1]
+    def expert_loads(self) -> Int[np.ndarray, "steps mixtures experts"] | None:
+        """Tokens that each expert was chosen for in each step; None without routes.
+
+        Experts are counted up to the last one that any token chose.
+        """
+        if (routes := self.pages.routes) is None:
+            return None
+        num_steps, _, num_mixtures, _ = routes.shape
+        shape = num_steps, num_mixtures, int(routes.max(initial=0)) + 1
+        step = np.arange(num_steps)[:, None, None, None]
+        mixture = np.arange(num_mixtures)[:, None]
+        index = (step * num_mixtures + mixture) * shape[2] + routes
+        loads = np.bincount(index[routes >= 0], minlength=int(np.prod(shape)))
+        return loads.reshape(shape)
+
+    @property
+    def has_tables(self) -> bool:
+        """False for a simulated run, which counts pages and has no page tables."""
+        return self.pages.page_ids.shape[2] > 0
 
     def part(self, first: int, last: int) -> "RunTrace":
         """Returns steps `first` to `last`, both included.
@@ -148,13 +198,16 @@ class RunTrace(NamedTuple):
         content: dict[str, Any] = {
             "version": VERSION,
             "page_size": self.page_size,
+            "num_pages": self.num_pages,
             "start_s": self.start_s,
         }
         fields = self.info._asdict()
         content |= {name: x for name, x in fields.items() if isinstance(x, np.ndarray)}
-        content |= {_PAGES + name: x for name, x in self.pages._asdict().items()}
-        texts = json.dumps([x._asdict() for x in self.requests])
-        content["requests"] = np.frombuffer(texts.encode(), np.uint8)
+        fields = self.pages._asdict()
+        content |= {_PAGES + k: x for k, x in fields.items() if x is not None}
+        requests = [x._asdict() for x in self.requests]
+        for name, values in (("requests", requests), ("token_texts", self.token_texts)):
+            content[name] = np.frombuffer(json.dumps(values).encode(), np.uint8)
         files.write_atomically(
             validation.path("path", path),
             lambda file: np.savez_compressed(file, **content),
@@ -178,13 +231,24 @@ class RunTrace(NamedTuple):
                 raise ValueError(f"{path}: {version=!s} must be {VERSION}")
             texts = json.loads(arrays["requests"].tobytes())
             requests = tuple(TraceRequest(**fields) for fields in texts)
-            page_size = int(arrays["page_size"])
-            pages = StepPages(*(arrays[_PAGES + name] for name in StepPages._fields))
+            optional = StepPages._field_defaults
+            fields = {
+                x: arrays[_PAGES + x]
+                for x in StepPages._fields
+                if _PAGES + x in arrays or x not in optional
+            }
+            pages = StepPages(**fields)
             optional = StepInfo._field_defaults
             names = {*StepInfo._fields} - _OMITTED_FIELDS - {"pages"}
             fields = {x: arrays[x] for x in names if x in arrays or x not in optional}
-            info = StepInfo(**fields, violations=None, pages=pages)
-            trace = cls(arrays["start_s"], info, page_size, requests)
+            trace = cls(
+                arrays["start_s"],
+                StepInfo(**fields, violations=None, pages=pages),
+                int(arrays["page_size"]),
+                int(arrays["num_pages"]),
+                requests,
+                json.loads(arrays["token_texts"].tobytes()),
+            )
         except (OSError, EOFError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: is not a trace: {error}") from None
         except ValueError as error:
@@ -241,14 +305,23 @@ def _check(trace: RunTrace, path: Path) -> None:
     leaves = [trace.start_s, *jax.tree.leaves(info)]
     per_slot = [info.sample, info.num_rows, info.num_emitted, info.reason, info.held]
     per_slot += [pages.length, pages.copied_from, pages.copied_to, pages.num_cached]
-    per_slot += [] if info.num_drafts is None else [info.num_drafts]
+    per_slot += [x for x in (info.num_drafts, pages.state_ids) if x is not None]
+    drafts = pages.draft_tokens, pages.draft_parents, pages.draft_path
+    drafts = [x for x in drafts if x is not None]
     ids = pages.page_ids, pages.copied_from, pages.copied_to
     fits = len(shape) == 2 and trace.page_size >= 1
     fits = fits and all(x.shape[:1] == shape[:1] for x in leaves)
     fits = fits and all(x.shape == shape for x in per_slot)
     fits = fits and pages.page_ids.shape[:2] == shape
     fits = fits and pages.ref.shape == pages.is_cached.shape
-    fits = fits and pages.queue.shape == pages.queue_swapped.shape
+    fits = fits and pages.ref.shape[1] == trace.num_pages * trace.has_tables
+    fits = fits and all(x.shape[:2] == shape for x in drafts)
+    fits = fits and len({x.shape for x in drafts}) <= 1
+    if fits and pages.draft_parents is not None:
+        place = np.arange(pages.draft_parents.shape[2])
+        fits = bool(((pages.draft_parents >= 0) & (pages.draft_parents <= place)).all())
+    per_place = [pages.queue_swapped, pages.is_on_host]
+    fits = fits and all(x is None or x.shape == pages.queue.shape for x in per_place)
     fits = fits and all((-1 <= x).all() and (x < trace.num_pages).all() for x in ids)
     if not (fits and trace.num_steps):
         raise ValueError(f"{path}: arrays of the trace do not fit together")

@@ -256,6 +256,7 @@ def _check_combination(options: SimulateOptions) -> None:
             f"--dtype {options.dtype}: the cost model of servers is fitted in 16 bits"
         )
     pairs = [("rate", "sweep"), ("num_requests", "duration")]
+    pairs.append(("record", "sweep"))
     pairs.append(("num_blocks", "gpu_memory_utilization"))
     of_trace = ("prompt_tokens", "answer_tokens", "prefix_tokens", "arrivals")
     pairs += [(name, "trace") for name in of_trace]

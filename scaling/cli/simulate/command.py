@@ -12,13 +12,14 @@ import jax
 
 from jaxkv.cli import CommandOutput, Terminal, WorkStopped
 from jaxkv.files import read_table
-from jaxkv.report import dumps, write_files
+from jaxkv.report import RunTrace, dumps, record_simulation, write_files
 from jaxkv.scheduling import find_policy
 from scaling.calibration import (
     PUBLISHED_LOOPS,
     draw_coefficients,
     find_server_form,
     format_posterior,
+    make_server_member,
     simulate_server,
 )
 from scaling.cli.calibrate import report_server_table
@@ -102,6 +103,10 @@ def simulate_command(name: str, options: SimulateOptions) -> CommandOutput:
     lines = []
     if not is_sweep and (share := document["overloaded_share"]):
         lines.append(f"overloaded: the queue grows in {100 * share:.0f} % of the draws")
+    if options.record is not None:
+        _record_load(case).save(options.record)
+        document["trace"] = str(options.record)
+        lines.append(f"trace: {options.record}")
     if options.plot or options.out is not None:
         contents: dict[str, str | bytes] = {"simulate.json": dumps(document)}
         if options.plot:
@@ -117,6 +122,15 @@ def simulate_command(name: str, options: SimulateOptions) -> CommandOutput:
         document["out"] = write_files(options.out, "simulate", contents)
         lines.append(f"folder: {document['out']}")
     return CommandOutput(document, parts, lines)
+
+
+def _record_load(case: ServerCase) -> RunTrace:
+    """Returns the trace of the only load with the first draw of the coefficients."""
+    draws = draw_coefficients(case.posterior.deviations)
+    draw = jax.tree.map(lambda x: x[0], draws)
+    member = make_server_member(case.setup, case.loads[0], draw, case.policy)
+    max_slots = case.setup.max_num_seqs
+    return record_simulation(member, max_slots=max_slots, head=min(max_slots, 511))
 
 
 def _describe(case: ServerCase) -> dict[str, Any]:

@@ -115,6 +115,8 @@ class SimulateOptions(ConfigRecord):
     """Draws of the coefficients."""
     seed: int = 0
     """Random seed."""
+    record: Annotated[Path | None, describe_default("none")] = None
+    """File for the first 5,000 steps of the first draw, for jaxkv view."""
     plot: bool = False
     """Draw the figure."""
     out: Annotated[

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from jaxkv.memory import linear_eviction
+from jaxkv.report import RunTrace
 from jaxkv.scheduling import format_linear_score, linear_score
 from tests.support import engines, folders
 from tests.support.commands import Command, assert_refused
@@ -169,7 +170,8 @@ def test_a_server_survives_its_clients_and_stops_on_a_signal(
         "sys.exit(main.main())"
     )
     flags = "--port 0 --json --grace-s 0.5 --max-length 4000 --max-slots 4".split()
-    server = Server(popen("-c", code, "serve", model, *flags))
+    trace_flags = "--trace", str(tmp_path / "trace.npz")
+    server = Server(popen("-c", code, "serve", model, *flags, *trace_flags))
     assert server.status.keys() == {"url", "model", "pid"}  # the key was given
     assert (server.status["model"], server.status["pid"]) == (
         "tiny",
@@ -215,6 +217,10 @@ def test_a_server_survives_its_clients_and_stops_on_a_signal(
     # A compilation on a busy machine can exceed the 5 s after which it is logged.
     [line] = [x for x in err.splitlines() if not x.startswith("jaxkv: compiling, ")]
     assert line.startswith("[")
+    trace = RunTrace.read(tmp_path / "trace.npz")
+    answers = {x.prompt: x.answers[0] for x in trace.requests}
+    assert answers["def f("] == text
+    assert answers["x"]
 
 
 MINE = """
@@ -295,6 +301,7 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
     [
         ("--decode 0", "--decode 0: must be at least 1"),
         ("--prefill 1", "--decode None: must be at least 1"),
+        ("--decode 1 --trace t.npz", "--trace: is not supported with --decode"),
         ("--decode 1 --prefill -1", "--prefill -1: must be at least 0"),
         ("--service mine", "--address and --service must name the workers"),
         ("--decode 1 --address x:1", "needs the cluster's token in RAY_AUTH_TOKEN"),

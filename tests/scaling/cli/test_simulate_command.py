@@ -10,6 +10,7 @@ import pytest
 
 from jaxkv import scheduling
 from jaxkv.memory import linear_eviction
+from jaxkv.report import RunTrace
 from jaxkv.simulation import Totals
 from scaling.calibration import (
     PRIOR,
@@ -482,6 +483,7 @@ def test_largest_rates_are_interpolated_or_bounds() -> None:
         ("LOAD --rate 2 --tp 2 --dtype float8", "fitted in 16 bits"),
         ("LOAD --rate 2 --tp 2 --device a1", "unknown device 'a1'"),
         ("LOAD --rate 2 --tp 2 --sweep rate=1:2:3", "exclude each other"),
+        ("LOAD --tp 2 --sweep rate=1:2:3 --record x", "--record and --sweep exclude"),
         ("LOAD --tp 2 --sweep rate=3:2:3", "with 0 < LOW < HIGH"),
         ("LOAD --tp 2 --sweep batch=1:2:3", "must be rate=LOW:HIGH:NUMBER"),
         ("LOAD --rate 2 --objective ttft", "needs a limit above 0 s"),
@@ -555,7 +557,10 @@ def test_a_server_is_simulated(simulate: Command) -> None:
     )
     swept = document(simulate, *args, "--sweep", "rate=5:10:2", "--out", "here")
     assert json.loads(Path("here/simulate.json").read_text())["rows"] == swept["rows"]
-    single = document(simulate, *args, "--rate", "10")
+    single = document(simulate, *args, "--rate", "10", "--record", "run.npz")
+    trace = RunTrace.read("run.npz")
+    assert trace.info.num_emitted.sum() == 9 * len(trace.requests)
+    assert (trace.info.reason > 0).sum() == len(trace.requests)
     for name in ("e2e_s", "ttft_s", "tpot_s"):
         assert single[name] == swept["rows"][1][name]
     assert single["requests_per_s"] == swept["rows"][1]["requests_per_s"]
