@@ -15,7 +15,7 @@ import functools
 import json
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,6 @@ RECORDS = ROOT / "experiments" / "records"
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})[^\n]*\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _INCLUDE = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
-_SOURCE_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{name}</title>
-<meta name="viewport" content="width=device-width">
-<meta name="color-scheme" content="light dark">
-<style>{style} pre {{ overflow-x: auto; padding: 1em; }}</style></head>
-<body><p><a href="{home}">jaxkv</a></p><h1>{name}</h1>{code}</body></html>
-"""
 
 
 def _outside_code(text: str, change: Callable[[str], str]) -> str:
@@ -68,20 +61,15 @@ def _figure_list() -> str:
     commands = dict(re.findall(pattern, _read(RECORDS / "README.md"))[::-1])
     sections = []
     for folder in sorted(path.parent for path in RECORDS.glob("*/figure.png")):
-        name = folder.name
-        report = folder / "report.md"
-        source = report if report.exists() else folder / f"{name}.json"
-        home = f"../experiments/records/{name}"
-        line = f"Output of the calculator {name}."
-        if source == report:
-            line = _read(source).splitlines()[0].removeprefix("# ")
-        panels = range(1, 1 + len([*folder.glob("figure-*.png")]))
-        links = [f"[record]({home}/{source.name})"]
-        links += [f"[panel {i}]({home}/figure-{i}.png)" for i in panels]
-        sections.append(
-            f"### {name}\n\n{line} {commands[name]}; {', '.join(links)}.\n\n"
-            f"![{line}]({home}/figure.png){{ loading=lazy }}\n"
-        )
+        name, home = folder.name, f"../experiments/records/{folder.name}"
+        line, source = f"Output of the calculator {name}.", f"{name}.json"
+        if (report := folder / "report.md").exists():
+            line, source = _read(report).splitlines()[0].removeprefix("# "), report.name
+        panels = sorted(int(x.stem[7:]) for x in folder.glob("figure-*.png"))
+        links = "".join(f", [panel {i}]({home}/figure-{i}.png)" for i in panels)
+        text = f"{line} {commands[name]}; [record]({home}/{source}){links}."
+        figure = f"![{line}]({home}/figure.png){{ loading=lazy }}"
+        sections.append(f"### {name}\n\n{text}\n\n{figure}\n")
     return "\n".join(sections)
 
 
@@ -193,26 +181,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.remove(download)
         address = config.repo_url or ""
         add(name, content=make_notebook(page, address, is_download=True))
-        page_name = name.replace(".ipynb", "_notebook.md")
-        text = _rewrite(
-            _notebook_text(page, path.name, address), page.parent, page_name
-        )
-        add(page_name, content=text)
+        text = _notebook_text(page, path.name, address)
+        name = name.replace(".ipynb", "_notebook.md")
+        add(name, content=_rewrite(text, page.parent, name))
     return files
 
 
 def _notebook_text(page: Path, name: str, repository: str) -> str:
     """Returns a notebook as Markdown: its cells and outputs in order."""
     parts = [f"---\ntitle: {name}\n---\n[Download {name}]({name})."]
-    num = 0
     for cell in json.loads(make_notebook(page, repository))["cells"]:
         text = "".join(cell["source"])
         if cell["cell_type"] == "code":
-            num += 1
-            text = f'```python title="In [{num}]"\n{text}\n```'
-            for output in cell["outputs"]:
-                printed = "".join(output["text"])
-                text += f'\n\n```text title="Out [{num}]"\n{printed}```'
+            printed = "".join("".join(output["text"]) for output in cell["outputs"])
+            text = f'```python title="In"\n{text}\n```'
+            text += f'\n\n```text title="Out"\n{printed}```' * bool(printed)
         # A badge of another host becomes its label.
         parts.append(re.sub(r"!\[([^\]]*)\]\(https:[^)]*\)", r"\1", text))
     return "\n\n".join(parts) + "\n"
@@ -222,18 +205,9 @@ def _source_page(path: Path) -> str:
     """Returns a page with the text of a file; line 7 has the anchor `line-7`."""
     name = path.relative_to(ROOT).as_posix()
     lexer = get_lexer_by_name(path.suffix.removeprefix("."))
-    code = highlight(_read(path), lexer, HtmlFormatter(lineanchors="line"))
-    home = "../" * name.count("/") + "index.html"
-    return _SOURCE_PAGE.format(name=name, home=home, code=code, style=_source_style())
-
-
-@functools.cache
-def _source_style() -> str:
-    light, dark = (
-        HtmlFormatter(style=style).get_style_defs(".highlight")
-        for style in ("default", "github-dark")
-    )
-    return f"{light} @media (prefers-color-scheme: dark) {{ {dark} }}"
+    code = highlight(_read(path), lexer, HtmlFormatter(linespans="line"))
+    template = _read(DOCS / "source_pages" / "page.html")
+    return template.format(name=name, home="../" * name.count("/"), code=code)
 
 
 def on_page_markdown(
@@ -259,18 +233,12 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 
 @functools.cache
-def _public_homes() -> dict[str, dict[str, str]]:
-    """Returns the modules of the exports of each package of the API reference."""
-    packages = (path.stem for path in (DOCS / "api").glob("*.*.md"))
-    paths = {x: ROOT.joinpath(*x.split("."), "__init__.py") for x in packages}
-    return {x: read_exports(path) for x, path in paths.items() if path.exists()}
-
-
-@functools.cache
 def _source_files() -> dict[str, Path]:
     """Returns the files that define the exports of packages, by their site paths."""
-    modules = {x for homes in _public_homes().values() for x in homes.values()}
-    paths = (ROOT.joinpath(*x.split(".")).with_suffix(".py") for x in modules)
+    pages = (DOCS / "api").glob("*.*.md")
+    inits = (ROOT / page.stem.replace(".", "/") / "__init__.py" for page in pages)
+    homes = (read_exports(path).values() for path in inits if path.exists())
+    paths = (ROOT / f"{x.replace('.', '/')}.py" for names in homes for x in names)
     return {f"{x.relative_to(ROOT).as_posix()}.html": x for x in paths if x.exists()}
 
 
@@ -291,8 +259,8 @@ class PublicNames(griffe.Extension):
     """Limits the API reference to the objects that packages export.
 
     Griffe does not evaluate the call of `lazy_exports` that lists them, and takes all
-    submodules and all special methods for public. Names in the code of a package's
-    docstring come first, in its order; then classes, functions and constants.
+    submodules and all special methods for public. The first objects of `api/index.md`
+    come first, in its order; then classes, functions and constants.
     """
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
@@ -302,7 +270,12 @@ class PublicNames(griffe.Extension):
             parent = objects.pop()
             if isinstance(parent, griffe.Module) and parent.is_init_module:
                 if names := read_exports(Path(str(parent.filepath))):
-                    parent.exports = _ordered(names, parent.docstring)
+                    first = [x for x in _first_objects(parent.path) if x in names]
+                    others = sorted(
+                        names.keys() - first,
+                        key=lambda x: (x.isupper(), x[0].islower(), x),
+                    )
+                    parent.exports = first + others
             for name, member in [*parent.members.items()]:
                 if isinstance(member, griffe.Alias):
                     continue
@@ -317,17 +290,13 @@ class PublicNames(griffe.Extension):
                 objects.append(member)
 
 
-def _ordered(names: Iterable[str], docstring: griffe.Docstring | None) -> list[str]:
-    """Orders exports as the code of a docstring, then by kind."""
-    text = docstring.value if docstring else ""
-    code = " ".join(re.findall(r"`[^`]+`|^    .*$", text, re.MULTILINE))
-
-    def rank(name: str) -> tuple[int, int]:
-        match = re.search(rf"\b{name}\b", code)
-        kind = 2 if name.isupper() else int(name[0].islower())
-        return (match.start() if match else len(code), kind)
-
-    return sorted(names, key=rank)
+def _first_objects(package: str) -> list[str]:
+    """Returns the objects that the page of a package begins with."""
+    if package == "jaxkv":
+        return [path.rpartition(".")[2] for path in _examples()]
+    index = _read(DOCS / "api" / "index.md")
+    row = re.search(rf"^\| \[{package}\].* \| (`.*) \|$", index, re.MULTILINE)
+    return re.findall(r"\w+", row[1]) if row else []
 
 
 def _additions(item: griffe.Object) -> str:
