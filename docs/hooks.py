@@ -259,8 +259,8 @@ class PublicNames(griffe.Extension):
     """Limits the API reference to the objects that packages export.
 
     Griffe does not evaluate the call of `lazy_exports` that lists them, and takes all
-    submodules and all special methods for public. The first objects of `api/index.md`
-    come first, in its order; then classes, functions and constants.
+    special methods for public. The first objects of `api/index.md` come first, in its
+    order; then classes, functions and constants.
     """
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
@@ -279,8 +279,6 @@ class PublicNames(griffe.Extension):
             for name, member in [*parent.members.items()]:
                 if isinstance(member, griffe.Alias):
                     continue
-                if member.is_module and parent.exports:
-                    member.public = name in parent.exports
                 is_special = member.is_function and name.startswith("__")
                 if is_special and name not in ("__init__", "__call__"):
                     del parent.members[name]

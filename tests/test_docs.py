@@ -189,7 +189,7 @@ INTERNAL = ("cli", "report", "plotting", "validation")
 
 
 def test_each_package_has_a_page_of_the_reference() -> None:
-    packages = ["jaxkv", "jaxkv.decoding", "jaxkv.report.viewer"]
+    packages = ["jaxkv", "jaxkv.decoding", "jaxkv.scoring", "jaxkv.report.viewer"]
     for name in ("jaxkv", "scaling", "pallas_kernels"):
         folders = (x.parent.name for x in (ROOT / name).glob("*/__init__.py"))
         packages += [f"{name}.{x}" for x in folders if x not in INTERNAL]
