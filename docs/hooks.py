@@ -61,10 +61,13 @@ def _figure_list() -> str:
     commands = dict(re.findall(pattern, _read(RECORDS / "README.md"))[::-1])
     sections = []
     for folder in sorted(path.parent for path in RECORDS.glob("*/figure.png")):
-        name, home = folder.name, f"../experiments/records/{folder.name}"
-        line, source = f"Output of the calculator {name}.", f"{name}.json"
+        name = folder.name
+        home = f"../experiments/records/{name}"
+        source = f"{name}.json"
+        line = f"Output of the calculator {name}."
         if (report := folder / "report.md").exists():
-            line, source = _read(report).splitlines()[0].removeprefix("# "), report.name
+            source = report.name
+            line = _read(report).splitlines()[0].removeprefix("# ")
         panels = sorted(int(x.stem[7:]) for x in folder.glob("figure-*.png"))
         links = "".join(f", [panel {i}]({home}/figure-{i}.png)" for i in panels)
         text = f"{line} {commands[name]}; [record]({home}/{source}){links}."
@@ -206,8 +209,8 @@ def _source_page(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     lexer = get_lexer_by_name(path.suffix.removeprefix("."))
     code = highlight(_read(path), lexer, HtmlFormatter(linespans="line"))
-    template = _read(DOCS / "source_pages" / "page.html")
-    return template.format(name=name, home="../" * name.count("/"), code=code)
+    page = _read(DOCS / "source_pages" / "page.html")
+    return page.format(name=name, home="../" * name.count("/"), code=code)
 
 
 def on_page_markdown(
@@ -235,7 +238,7 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 @functools.cache
 def _source_files() -> dict[str, Path]:
     """Returns the files that define the exports of packages, by their site paths."""
-    pages = (DOCS / "api").glob("*.*.md")
+    pages = (DOCS / "api").glob("*.md")
     inits = (ROOT / page.stem.replace(".", "/") / "__init__.py" for page in pages)
     homes = (read_exports(path).values() for path in inits if path.exists())
     paths = (ROOT / f"{x.replace('.', '/')}.py" for names in homes for x in names)
@@ -248,10 +251,9 @@ def _examples() -> dict[str, str]:
     _, *sections = _read(DOCS / "api" / "examples.md").split("\n## ")
     homes = read_exports(ROOT / "jaxkv" / "__init__.py")
     examples = {}
-    for section in sections:
-        name, _, text = section.partition("\n")
-        start = f'**Example**, a part of the <a href="examples.html#{name.lower()}">'
-        examples[f"{homes[name]}.{name}"] = f"{start}program of examples</a>:\n{text}"
+    for name, _, text in (section.partition("\n") for section in sections):
+        link = f'<a href="examples.html#{name.lower()}">program of examples</a>'
+        examples[f"{homes[name]}.{name}"] = f"**Example**, of the {link}:\n{text}"
     return examples
 
 
@@ -271,10 +273,8 @@ class PublicNames(griffe.Extension):
             if isinstance(parent, griffe.Module) and parent.is_init_module:
                 if names := read_exports(Path(str(parent.filepath))):
                     first = [x for x in _first_objects(parent.path) if x in names]
-                    others = sorted(
-                        names.keys() - first,
-                        key=lambda x: (x.isupper(), x[0].islower(), x),
-                    )
+                    kinds = {x: (x.isupper(), x[0].islower(), x) for x in names}
+                    others = sorted(names.keys() - first, key=kinds.__getitem__)
                     parent.exports = first + others
             for name, member in [*parent.members.items()]:
                 if isinstance(member, griffe.Alias):
@@ -299,9 +299,7 @@ def _first_objects(package: str) -> list[str]:
 
 def _additions(item: griffe.Object) -> str:
     """Returns the example of an object and the link to its source, if it has them."""
+    name = Path(str(item.filepath)).relative_to(ROOT).as_posix() + ".html"
+    link = f'<a href="../{name}#line-{item.lineno}">Source</a>'
     example = _examples().get(item.path, "").strip()
-    name = Path(str(item.filepath)).relative_to(ROOT).as_posix()
-    link = ""
-    if f"{name}.html" in _source_files():
-        link = f'<a href="../{name}.html#line-{item.lineno}">Source</a>'
-    return f"\n\n{example}\n\n{link}"
+    return f"\n\n{example}\n\n{link if name in _source_files() else ''}"

@@ -51,11 +51,7 @@ def notebook_pages() -> dict[Path, Path]:
 def make_notebook(page: Path, repository: str = "", is_download: bool = False) -> str:
     """Returns the notebook of a page, as a JSON text of nbformat 4.5.
 
-    Args:
-      page: Markdown file of the tutorial.
-      repository: address of the repository, for links, a badge and an install cell.
-      is_download: True if relative links have no target: without a repository, the
-        path replaces the link.
+    A download has no relative links: without a repository, paths replace them.
     """
     text = page.read_text(encoding="utf-8")
     text = _LINK.sub(_NOTE.format(page=page.name), text)

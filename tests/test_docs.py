@@ -129,8 +129,7 @@ def test_notebooks_are_made_from_their_pages() -> None:
 def test_links_of_a_downloaded_notebook_lead_to_the_repository() -> None:
     script = notebook_script()
     page = DOCS / "tutorials" / "policy.md"
-    address = "https://github.com/owner/name"
-    for repository in (address, ""):
+    for repository in ("https://github.com/owner/name", ""):
         notebook = script.make_notebook(page, repository, is_download=True)
         links = re.findall(r"\]\(([^)#]+)[^)]*\)", notebook)
         assert all(x.startswith("https:") for x in links)
@@ -201,9 +200,9 @@ def test_each_package_has_a_page_of_the_reference() -> None:
         page = (DOCS / "api" / f"{name}.md").read_text(encoding="utf-8")
         assert page == f"# {name}\n\n::: {name}\n"
         assert f"]({name}.md)" in listed
-        first = re.findall(rf"^\| .*\({name}\.md\).* \| (`.*`) \|$", listed, re.M)
-        objects = set(re.findall(r"\w+", "".join(first)))
-        assert objects <= set(dir(importlib.import_module(name)))
+        first = re.findall(rf"\({name}\.md\).* \| (`.*`) \|\n", listed)
+        objects = re.findall(r"\w+", "".join(first))
+        assert {*objects} <= {*dir(importlib.import_module(name))}
         assert f"- api/{name}.md\n" in config
 
 
@@ -380,9 +379,8 @@ def test_pages_fit_two_widths_and_are_labelled(site, tmp_path):
     fragment = quote(json.dumps([f"{site.as_uri()}/", names]))
     # Frames of files may be read only with this flag.
     page = browse(f"{address}#{fragment}", tmp_path, "--allow-file-access-from-files")
-    report = re.search(r'<pre id="faults">(.+?)</pre>', page, re.DOTALL)
-    assert report is not None
-    checks = json.loads(html.unescape(report[1]))
+    [report] = re.findall(r'<pre id="faults">(.+?)</pre>', page, re.DOTALL)
+    checks = json.loads(html.unescape(report))
     # The viewer and the source page have one scheme of colours each, in two widths.
     assert checks["num_inspected"] == 4 * len(names) - 4
     assert not checks["faults"], "\n".join(checks["faults"])
