@@ -5,10 +5,14 @@ block after one becomes its output; the tests run both. All else is Markdown.
 
     python docs/make_notebooks.py            # writes docs/tutorials/*.ipynb
     python docs/make_notebooks.py --check    # compares them
+
+With JAXKV_REPO_URL=https://github.com/OWNER/NAME a notebook starts with a badge of
+Colab and a cell that installs jaxkv, and its links lead to that repository.
 """
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -28,6 +32,11 @@ _NOTE = (
     "kernel of an environment with jaxkv: `make setup` in the repository makes one in "
     "`.venv`, and `.venv/bin/python -m pip install jupyterlab` adds Jupyter."
 )
+_TARGET = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+_BADGE = (
+    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    "(https://colab.research.google.com/github/{name}/blob/HEAD/{path})"
+)
 
 
 def notebook_pages() -> dict[Path, Path]:
@@ -39,18 +48,37 @@ def notebook_pages() -> dict[Path, Path]:
     }
 
 
-def make_notebook(page: Path) -> str:
-    """Returns the notebook of a page, as a JSON text of nbformat 4.5."""
+def make_notebook(page: Path, repository: str = "", is_download: bool = False) -> str:
+    """Returns the notebook of a page, as a JSON text of nbformat 4.5.
+
+    A download has no relative links: without a repository, paths replace them.
+    """
     text = page.read_text(encoding="utf-8")
     text = _LINK.sub(_NOTE.format(page=page.name), text)
+    root = TUTORIALS.parents[1]
     cells: list[dict[str, Any]] = []
+
+    def link(match: re.Match[str]) -> str:
+        label, target, anchor = match.groups("")
+        path = (page.parent / target).resolve().relative_to(root).as_posix()
+        if repository:
+            return f"[{label}]({repository}/blob/HEAD/{path}{anchor})"
+        return f"{label} (`{path}`)" if is_download else match[0]
 
     def add(kind: str, source: str, **fields: Any) -> None:
         if source := source.strip("\n"):
+            if kind == "markdown":
+                source = _TARGET.sub(link, source)
             lines = source.splitlines(keepends=True)
             start = {"cell_type": kind, "id": f"cell-{len(cells):02}", "metadata": {}}
             cells.append({**start, **fields, "source": lines})
 
+    if repository:
+        path = page.resolve().relative_to(root).with_suffix(".ipynb").as_posix()
+        name = repository.removeprefix("https://github.com/")
+        add("markdown", _BADGE.format(name=name, path=path))
+        install = f'%pip install --quiet "jaxkv @ git+{repository}"'
+        add("code", install, execution_count=None, outputs=[])
     end = 0
     for match in _CODE.finditer(text):
         add("markdown", text[end : match.start()])
@@ -77,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_check = parser.parse_args(arguments).check
     num_wrong = 0
     for path, page in notebook_pages().items():
-        made = make_notebook(page)
+        made = make_notebook(page, os.environ.get("JAXKV_REPO_URL", ""))
         if not is_check:
             path.write_text(made, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != made:
