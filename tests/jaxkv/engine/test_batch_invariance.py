@@ -124,7 +124,7 @@ def print_float64() -> None:
     print(json.dumps(check_workloads(range(8), QUICK)))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_common_answer_is_the_right_one() -> None:
     # Equal bits everywhere would also be equal mistakes.
     excused, num_tokens = count_excused(range(8), ("8 slots",), "reproducible")

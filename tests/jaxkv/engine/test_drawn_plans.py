@@ -126,7 +126,7 @@ def check_engine(name: str, seed: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "drafts" else ())
+        pytest.param(name, marks=pytest.mark.slow if name != "shared" else ())
         for name in CONFIGS
     ],
 )

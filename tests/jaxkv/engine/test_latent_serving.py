@@ -130,8 +130,8 @@ def test_greedy_tokens_with_pages_of_all_sizes(page_size: int, preemption: Any) 
     check_greedy(sized(page_size, prefix_cache=True, **fields), preemption)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_8_bits_are_kept_by_every_operation(kind: Any) -> None:
     """Answers with copies, swapping and cache hits equal those of single requests."""
     config = sized(4, kv_dtype=kind, max_swap_pages=8, prefix_cache=True)

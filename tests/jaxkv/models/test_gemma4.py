@@ -179,7 +179,7 @@ def test_a_base_without_a_rotary_object_is_refused() -> None:
     assert configs.from_hf(saved) == config
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_engine_serves_layers_that_share_keys_in_small_pages() -> None:
     """With chunks, a prefix cache, drafts and preemption, as plain decoding."""
     expected = np.load(FOLDER / "expected.npz")

@@ -214,7 +214,7 @@ def marked(*case: str, mark: Any = pytest.mark.slow) -> Any:
         marked("eagle tree", "swapping", "groups"),
         marked("eagle tree", "tight", "singles"),
         marked("mtp", "cached", "shared prefix"),
-        marked("mtp", "swapping", "groups", mark=pytest.mark.thorough),
+        marked("mtp", "swapping", "groups"),
         marked("mtp", "tight", "singles"),
         marked("mtp tree", "swapping", "groups"),
         marked("mtp of two, tree", "cached", "shared prefix"),
