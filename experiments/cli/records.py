@@ -25,7 +25,15 @@ from experiments import framework
 from experiments.cli.results_page import RECORDS
 from jaxkv import files
 from jaxkv.cli import RESUMABLE, CommandOutput, describe_default, parse_options
-from jaxkv.report import Sheet, describe_machine, dumps, paragraph, replace_run
+from jaxkv.report import (
+    Sheet,
+    describe_machine,
+    dumps,
+    paragraph,
+    read_run,
+    render_report,
+    replace_run,
+)
 from jaxkv.validation import format_unknown_name
 
 SLOW_YARDSTICK = 1.1
@@ -365,6 +373,10 @@ class _Remaking:
             "differing_arrays": differing,
         }
         files.write_atomically(self._folder / "env.json", dumps(env))
+        experiment = framework.load_experiment(env["experiment"])
+        run = read_run(self._folder, experiment)
+        report = render_report(experiment.question, run.config, run.env, run.parts)
+        files.write_atomically(self._folder / "report.md", report)
         replace_run(shipped, self._folder)
         equal = f"{len(differing)} arrays differ" if differing else "equal arrays"
         verdicts = f"; verdicts: {'; '.join(changed)}" if changed else ""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         numbered_list,
         paragraph,
         part_to_markdown,
+        render_report,
         row_sheet,
     )
     from jaxkv.report.plain_json import (

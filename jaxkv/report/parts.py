@@ -133,9 +133,16 @@ def render_report(
         f"`{env['experiment']}`, {env['started_at']}, {env['duration_s']:.1f} s. "
         f"{machine}. {versions}. Commit {env['commit'] or 'unknown'}.",
     ]
+    if "yardstick_s" in env:  # made by `jaxkv records`
+        loads = env["load_average"]
+        times_ms = [1e3 * x for x in env["yardstick_s"]]
+        sections.append(
+            f"Load average {min(loads):.1f} to {max(loads):.1f}; a fixed product of "
+            f"matrices took {min(times_ms):.1f} to {max(times_ms):.1f} ms."
+        )
     if env["status"] == "interrupted":
         sections.append("**Interrupted: partial result.**")
-    sections.append("![figure](figure.svg)")
+    sections.append("![figure](figure.png)")
     sections += map(part_to_markdown, parts)
     sections.append(f"## config\n\n```json\n{plain_json.config_dumps(config)}\n```")
     return "\n\n".join(sections) + "\n"

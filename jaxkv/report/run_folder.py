@@ -291,11 +291,14 @@ def discard_earlier(folder: Path) -> None:
 
 
 def replace_run(folder: Path, source: Path) -> None:
-    """Replaces the run in a folder by a complete one, whose folder is deleted."""
+    """Replaces the run in a folder by a complete one, whose folder is deleted.
+
+    Figures in SVG are left out: they repeat those in PNG, and are larger.
+    """
     for name in _names(folder):
         (folder / name).unlink(missing_ok=True)
     for name in _names(source):
-        if (source / name).exists():
+        if (source / name).exists() and not name.endswith(".svg"):
             shutil.move(source / name, folder / name)
     shutil.rmtree(source)
 

@@ -10,7 +10,7 @@ import pytest
 
 from experiments import framework
 from experiments.framework import load_experiment
-from jaxkv.report import dumps, run_folder
+from jaxkv.report import dumps, render_report, run_folder
 from pallas_kernels.bench import unavailable_reason
 from scaling.corpora import LanguageConfig
 from tests.support import figures, smoke
@@ -108,6 +108,25 @@ def test_a_record_gets_the_same_verdicts_again(name: str) -> None:
         assert actual == expected
     dumps(stored_run.metrics)
     assert stored_run.parts
+    if "yardstick_s" in stored_run.env:  # made by `jaxkv records`
+        report = (RECORDS / name / "report.md").read_text("utf-8")
+        assert report == render_report(
+            load_experiment(experiment).question,
+            stored_run.config,
+            stored_run.env,
+            stored_run.parts,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_record_has_the_figure_of_its_arrays(name: str) -> None:
+    """Plotted data are equal; pixels depend on the fonts of a machine."""
+    path = RECORDS / name / "figure.csv"
+    if not path.exists():
+        pytest.skip("made by an earlier version, without plotted data")
+    run = run_folder.read_run(RECORDS / name, load_experiment(record_of(name)[0]))
+    assert smoke.draw(run.study, run.result)["figure.csv"].decode() == path.read_text()
 
 
 OF_SMOKE = ("batching", "bench_simulate", "rivals")
