@@ -60,7 +60,8 @@ def test_logits_and_greedy_tokens_agree(name: str) -> None:
     expected = np.load(GOLDEN / name / "expected.npz")
     # Norms of small numbers enlarge the rounding of recurrent layers and of Gemma 4.
     is_plain = config.recurrence is None and not config.has_special_layers
-    scale = 1 if is_plain else np.abs(expected["logits"]).max()
+    scale = np.abs(expected["logits"]).max()
+    scale = max(1, scale / 8) if is_plain else scale
     for layers in (params, stack_layers(config, params)):
         logits = full_logits(layers, jnp.asarray(expected["ids"]), config=config)
         assert logits.dtype == jnp.float32
