@@ -36,9 +36,12 @@ SLOW = {
     "topics/policy_optimisation.md",
     "tutorials/adapters.md",
     "tutorials/constrained_answers.md",
+    "tutorials/drafter.md",
     "tutorials/find_a_policy.md",
+    "tutorials/kv_layout.md",
     "tutorials/kv_memory.md",
     "tutorials/ladder.md",
+    "tutorials/policy_to_server.md",
     "tutorials/replay_an_incident.md",
     "tutorials/reward.md",
     "tutorials/see_a_run.md",
@@ -74,6 +77,31 @@ def test_a_program_runs_and_prints_the_shown_output(page, tmp_path, monkeypatch)
     _, printed = pages.run_blocks(DOCS / page)
     wrong = pages.wrong_outputs(DOCS / page, printed)
     assert not wrong, "\n\n".join(wrong)
+    if DOCS / page in pages.tutorials():
+        figure = pages.figure_path(DOCS / page).name
+        assert pages.is_same_figure(DOCS / page, tmp_path / figure)
+
+
+def test_tutorials_end_in_a_figure() -> None:
+    assert len(pages.tutorials()) > 20
+    for page in pages.tutorials():
+        image = pages.shown_figure(page)
+        assert image is not None, f"{page.name}: the last block must write a figure"
+        figure = pages.figure_path(page)
+        assert (page.parent / image["path"]).resolve() == figure
+        assert 1_000 < figure.stat().st_size < 80_000, figure
+        assert 60 < len(image["alt"]) < 250, image["alt"]
+        last = [x for x in pages.fenced_blocks(page) if x.language == "python"][-1]
+        assert f'"{figure.name}"' in last.text
+
+
+def test_figures_are_compared(tmp_path) -> None:
+    page = DOCS / "ten_minutes.md"
+    text = pages.figure_path(page).read_text(encoding="utf-8")
+    for old, new, is_same in (("", "", True), ("token", "page", False)):
+        written = tmp_path / "ten_minutes.svg"
+        written.write_text(text.replace(old, new), encoding="utf-8")
+        assert pages.is_same_figure(page, written) == is_same
 
 
 def test_names_that_programs_import_exist() -> None:
@@ -154,6 +182,8 @@ def test_a_notebook_runs_and_prints_its_outputs(path, tmp_path, monkeypatch):
         for shown in cell["outputs"]:
             expected = "".join(shown["text"])
             assert pages.is_same_output(expected, output.getvalue())
+    figure = path.with_suffix(".svg").name
+    assert pages.is_same_figure(path.with_suffix(".md"), tmp_path / figure)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +213,7 @@ def test_a_shown_output_may_vary(tmp_path) -> None:
     assert not pages.wrong_outputs(page, printed)
 
 
-INTERNAL = ("cli", "report", "plotting", "validation")
+INTERNAL = ("cli", "report", "validation")
 """Packages that other packages and the experiments use, which are no API."""
 
 

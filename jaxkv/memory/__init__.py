@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         KVLayout,
         WindowLayers,
         can_rotate_and_write,
+        change_layout,
         make_pages,
         rotate_and_write,
     )

@@ -374,6 +374,21 @@ def make_pages(
         raise ValueError(f"no room for {num_pages=}: {reason}") from None
 
 
+def change_layout(pages: Pages, layout: KVLayout, dtype: DTypeLike) -> Pages:
+    """Makes pages of the same sizes in another layout, for a model of a dtype.
+
+    Raises:
+      ValueError: the pages have more than K and V of one form, or another `kv_dtype`.
+    """
+    plain = Pages(pages.k, pages.v, KVLayout(layout.kv_dtype))
+    if jax.tree.structure(pages) != jax.tree.structure(plain):
+        raise ValueError(
+            f"layout={validation.format_value(layout)} needs pages of K and V only, "
+            f"with equal heads and kv_dtype={layout.kv_dtype!r}"
+        )
+    return layout.make(jax.tree.leaves(pages.k)[0].shape, dtype)
+
+
 def _local_view(pages: Pages, rows: Rows, window: int | None) -> RowView:
     """Returns the view of the rows on this device's part of the pages."""
     # In a token tree, the context replaces the position as the bound of what is seen.

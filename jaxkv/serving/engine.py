@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 
 from jaxkv import scheduling, validation
 from jaxkv.engine import (
+    Drafter,
     EngineConfig,
     EngineFields,
     EngineParts,
     EngineRules,
     LogitsFn,
 )
-from jaxkv.memory import Eviction
+from jaxkv.memory import Eviction, KVLayout
 from jaxkv.models import EndTokens, WeightFormat
 from jaxkv.parallel import check_mesh
 from jaxkv.sampling import Sampling
@@ -126,7 +127,8 @@ class Engine(EngineCore):
         dtype: str = "float32",
         weights: WeightFormat = "model",
         scan_layers: bool = False,
-        speculate: Method | SpeculationConfig | None = None,
+        speculate: Method | Drafter | SpeculationConfig | None = None,
+        layout: KVLayout | None = None,
         mesh: Mesh | None = None,
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         end_tokens: EndTokens = "union",
@@ -158,9 +160,12 @@ class Engine(EngineCore):
             answers and compiles faster with many layers, but is slower on a CPU, and on
             a GPU the host takes part in every step.
           speculate: speculation method with at most `max_drafts` drafts per step: a
-            `speculation.SpeculationConfig`, or the name of a method that needs no
-            further field. The answers are the same, mostly sooner. None decodes without
-            drafts.
+            `speculation.SpeculationConfig`, the name of a method that needs no further
+            field, or an `engine.Drafter`. The answers are the same, mostly sooner. None
+            decodes without drafts.
+          layout: content of the pages of K and V, see `memory.KVLayout`, whose
+            `kv_dtype` is then the default of `EngineConfig.kv_dtype`; None means that
+            of the model.
           mesh: devices to divide the model and its pages over, see
             `parallel.make_mesh`; each reads its part of the weights. None means one.
           adapters: folders of LoRA adapters in the form of peft by their names, for
@@ -188,6 +193,9 @@ class Engine(EngineCore):
 
         folder = loading.find_model_folder("folder", folder)
         validation.instance("loaded", loaded, LoadedModel, type(None))
+        validation.instance("layout", layout, KVLayout, type(None))
+        if layout is not None:
+            bounds.setdefault("kv_dtype", layout.kv_dtype)
         check_mesh(mesh)
         compiling.keep_programs()
         scan_layers = validation.boolean("scan_layers", scan_layers)
@@ -216,7 +224,7 @@ class Engine(EngineCore):
             adapters=folders,
         )
         parts, speculation = loading.build_engine_parts(
-            origin, model, config, speculation_config
+            origin, model, config, speculation_config, layout
         )
         rules = EngineRules(
             policy=scheduling.fcfs() if policy is None else policy,

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from jaxkv import files, parallel, validation
 from jaxkv.arrays import ArrayOrShape
 from jaxkv.engine import EngineConfig, EngineFields, EngineParts, Speculation, init
-from jaxkv.memory import Pages
+from jaxkv.memory import KVLayout, Pages, change_layout
 from jaxkv.models import (
     EndTokens,
     LoadedModel,
@@ -171,17 +171,18 @@ def build_engine_parts(
     loaded: LoadedModel,
     config: EngineConfig,
     speculation_config: SpeculationConfig | None = None,
+    layout: KVLayout | None = None,
 ) -> tuple[EngineParts, Speculation | None]:
     """Builds the parts of an engine from the result of `read_model_folder`.
 
-    Pages are allocated with their sharding.
+    Pages are allocated with their sharding, in the layout if there is one.
 
     Returns:
       The parts, and the drafter with its verifier; None without a method.
 
     Raises:
-      ValueError: a speculation method or folder is not usable, or memory is
-        insufficient.
+      ValueError: a speculation method, a folder or the layout is not usable, or memory
+        is insufficient.
     """
     params = loaded.params
     mesh = origin.mesh
@@ -236,7 +237,10 @@ def build_engine_parts(
                 heads=heads,
             )
         )
-        return builds[-1][0].pages
+        model_pages = builds[-1][0].pages
+        if layout is None:
+            return model_pages
+        return change_layout(model_pages, layout, origin.dtype)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # repeated when the pages are made

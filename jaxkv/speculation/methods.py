@@ -87,8 +87,8 @@ class SpeculationConfig:
       ValueError: the method is unknown, or a field belongs to another method.
     """
 
-    method: Method
-    """One of `METHOD_NAMES`."""
+    method: Method | Drafter
+    """One of `METHOD_NAMES`, or a drafter."""
     draft_folder: str | os.PathLike[str] | None = None
     """Folder, or name of a bundled model, of the draft model of "draft-model"."""
     draft_layers: int | tuple[int, ...] | None = None
@@ -102,7 +102,10 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        validation.choice("method", self.method, METHOD_NAMES)
+        if isinstance(self.method, str):
+            validation.choice("method", self.method, METHOD_NAMES)
+        else:
+            validation.instance("method", self.method, Drafter)
         validation.boolean("adaptive", self.adaptive)
         for name, methods in (
             ("draft_folder", ("draft-model",)),
@@ -118,17 +121,19 @@ class SpeculationConfig:
 
 
 def parse_speculation(speculate: object) -> SpeculationConfig | None:
-    """Returns a configuration; a string is the name of its method.
+    """Returns a configuration; a string or a drafter is its method.
 
     Raises:
       ValueError: the argument has another type, or the method is unknown.
     """
     if speculate is None or isinstance(speculate, SpeculationConfig):
         return speculate
-    if not isinstance(speculate, str):
-        kinds = (str, SpeculationConfig, type(None))
-        validation.instance("speculate", speculate, *kinds)
-    return SpeculationConfig(validation.choice("speculate", speculate, METHOD_NAMES))
+    if isinstance(speculate, str):
+        method = validation.choice("speculate", speculate, METHOD_NAMES)
+        return SpeculationConfig(method)
+    validation.instance("speculate", speculate, str, SpeculationConfig, Drafter)
+    assert isinstance(speculate, Drafter)
+    return SpeculationConfig(speculate)
 
 
 def build_speculative(
@@ -205,6 +210,8 @@ def build_speculative(
             if bounds.numerics == "reproducible":
                 raise ValueError(REPRODUCIBLE_TREES)
             drafter = lookahead.build_lookahead(bounds.max_drafts)
+        elif isinstance(method, Drafter):
+            drafter = method
         else:
             drafter = NGram() if method == "ngram" else Jacobi()
     if speculation is not None and speculation.adaptive:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import jax
 
+from tests.support.folders import ROOT
+
 _FENCED = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^(?P=indent)``` *$",
     re.DOTALL | re.MULTILINE,
@@ -118,3 +120,35 @@ def wrong_outputs(path: Path, printed: list[str]) -> list[str]:
                 )
         last = None
     return wrong
+
+
+def tutorials() -> list[Path]:
+    """Returns the pages that end in a figure of their own program."""
+    docs = ROOT / "docs"
+    return [docs / "ten_minutes.md", *sorted(docs.glob("tutorials/*.md"))]
+
+
+def figure_path(page: Path) -> Path:
+    """Returns the path of the figure that a tutorial shows."""
+    return ROOT / "docs/figures/tutorials" / f"{page.stem}.svg"
+
+
+def shown_figure(page: Path) -> re.Match[str] | None:
+    """Returns the image after the block that writes it: `varies`, `alt` and `path`."""
+    _, _, end = page.read_text(encoding="utf-8").rpartition(f'"{page.stem}.svg"')
+    varies = r"(?P<varies><!-- varies -->\n)?"
+    return re.match(rf".*\n```\n\n{varies}!\[(?P<alt>.*)\]\((?P<path>.*)\)\n", end)
+
+
+def is_same_figure(page: Path, written: Path) -> bool:
+    """Compares the texts of a figure with those of the figure that the page shows.
+
+    Matplotlib writes them as comments of the SVG. The comment `<!-- varies -->` on the
+    line before the image excludes it.
+    """
+    image = shown_figure(page)
+    shown, drawn = (
+        "\n".join(re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8")))
+        for path in (figure_path(page), written)
+    )
+    return image is not None and (bool(image["varies"]) or is_same_output(shown, drawn))

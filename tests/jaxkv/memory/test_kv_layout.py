@@ -28,7 +28,7 @@ from jaxkv.memory import (
     to_host,
 )
 from jaxkv.memory.page_pool import NO_PAGE
-from jaxkv.models import TENSOR, PagedForward
+from jaxkv.models import TENSOR
 from jaxkv.parallel import pages_specs
 from jaxkv.scheduling import fcfs
 from jaxkv.serving import LOCAL, HostSpace
@@ -38,7 +38,7 @@ from pallas_kernels.paged_attention import decode_plan
 from tests.support import engines, row_layout
 from tests.support.asks import groups
 from tests.support.attention_cases import attend_arrays, check, make_case, oracle
-from tests.support.folders import ROOT
+from tests.support.folders import GOLDEN, ROOT
 from tests.support.row_layout import VALUE_WIDTH, WIDTH
 from tests.support.trees import assert_same, ints
 
@@ -252,18 +252,31 @@ def test_invalid_value_widths_are_refused() -> None:
         rotate(jnp.zeros((1, 2, 4, 8)), cos_sin, k, v[..., :4], ints(0), ints(0))
 
 
+def load(layout: Any, **fields: Any) -> jaxkv.Engine:
+    bounds: Any = {"num_pages": 20, "page_size": 4, "max_slots": 2, "max_length": 40}
+    return jaxkv.Engine.load(GOLDEN / "llama", layout=layout, **bounds, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"layout": KVLayout}, "must be a KVLayout or None, not a class"),
+        ({"kv_dtype": "int8"}, "layout=JoinedLayout("),
+        ({"evict": "quest", "evict_budget": 8}, "needs pages of K and V only, with eq"),
+    ],
+)
+def test_a_layout_that_pages_cannot_have(fields: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)) as error:
+        load(**{"layout": row_layout.JoinedLayout(), **fields})
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.thorough
 def test_an_engine_serves_a_layout_of_a_subclass() -> None:
-    config = engines.SERVED
-    model = engines.MODEL
-    shape = model.num_layers, config.num_pages, model.num_kv_heads, config.page_size
-    weights = engines.params(model)
     prompts = [list(range(3, 30)), [5, 6, 7]] * 2
     answers = []
-    for layout in (DEFAULT_LAYOUT, row_layout.JoinedLayout()):
-        pages = layout.make((*shape, model.head_dim), "float32")
-        forward = PagedForward(model)
-        engine = jaxkv.Engine(EngineParts(weights, forward, pages, config))
+    for layout in (None, row_layout.JoinedLayout()):
+        engine = load(layout, prefix_cache=True)
         completions = engine.generate(prompts, Sampling.greedy(max_tokens=8))
         answers.append([completion.tokens for completion in completions])
     assert answers[0] == answers[1]

@@ -120,6 +120,7 @@ LOAD: dict[str, list[Any]] = {
     "mesh": NO_TYPES,
     "loaded": NO_TYPES,
     "speculate": NO_TYPES,
+    "layout": NO_TYPES,
     "dtype": [0, 1.5, True, "3", "int8", np.float32(1.5), 2**32, {}],
     "policy": NO_TYPES,
     "num_pages": NO_COUNTS,

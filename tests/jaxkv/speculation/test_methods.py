@@ -26,6 +26,7 @@ from jaxkv.sampling import Sampling
 from jaxkv.serving import LOCAL
 from jaxkv.speculation import (
     HEAD_KINDS,
+    Adaptive,
     DraftModel,
     EagleConfig,
     Jacobi,
@@ -260,6 +261,9 @@ def build(
             "draft_folder='a' needs the method 'draft-model', not 'eagle'",
         ),
         (lambda: SpeculationConfig("hydra"), "method='hydra' must be 'ngram', "),  # ty: ignore[invalid-argument-type]
+        (lambda: build(5), "speculate=5 must be a str or SpeculationConfig or Draf"),
+        (lambda: build(NGram), "must be a str or SpeculationConfig or Drafter, not a"),
+        (lambda: SpeculationConfig(NGram), "must be a Drafter, not a class"),  # ty: ignore[invalid-argument-type]
         (lambda: NGram(0), "shortest=0 must be at least 1"),
         (lambda: NGram(3, 2), "longest=2 must be at least 3"),
         (lambda: PagedForward(MODEL, layers=(2,)), "must be in [0, "),
@@ -282,6 +286,9 @@ def test_bad_input_is_one_line(make: Any, line: str) -> None:
 
 def test_a_model_that_drafts_is_named_by_what_it_is() -> None:
     assert build("jacobi")[1] == Speculation(Jacobi(), SharedNoiseVerifier())
+    assert build(NGram(2))[1] == Speculation(NGram(2), SharedNoiseVerifier())
+    adaptive = SpeculationConfig(NGram(2), adaptive=True)
+    assert build(adaptive)[1] == Speculation(Adaptive(NGram(2)), SharedNoiseVerifier())
     medusa = build("medusa", heads=HEADS)[1]
     assert medusa is not None
     bush = static_tree.Topology((0, 0), (0, 1))
