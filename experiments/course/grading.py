@@ -92,14 +92,11 @@ class SolutionProcess:
 
     def _start(self) -> None:
         self._channel, other_end = socket.socketpair()
-        # Prints of the solution are shown to a student, not to another user.
-        output = subprocess.DEVNULL if self._user else 2
         with other_end:
             self._process = subprocess.Popen(
                 [sys.executable, str(self._script), "--process"],
                 stdin=other_end.fileno(),
-                stdout=output,
-                stderr=output,
+                stdout=2,
                 cwd=self._folder.name,
                 start_new_session=True,
                 user=self._user,
@@ -175,11 +172,14 @@ class SolutionProcess:
 def _answer_calls() -> None:
     """Answers the calls of `SolutionProcess` in the folder of this file."""
     channel = socket.socket(fileno=os.dup(0)).makefile("rw")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the solution has no input
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)  # the solution has no input
     limits = {resource.RLIMIT_DATA: 1 << 32, resource.RLIMIT_FSIZE: 1 << 28}
     script = Path(__file__)
-    if script.stat().st_uid != os.getuid():
+    if script.stat().st_uid != os.getuid():  # another user
         limits[resource.RLIMIT_NPROC] = 512  # counts all processes of the user
+        os.dup2(null, 1)
+        os.dup2(null, 2)
     for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, limit))
     # An installed package may contain the reference solutions.
@@ -210,11 +210,14 @@ def _to_plain(value: Any) -> object:
 
 def _describe_error(name: str, error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [x.lineno for x in frames if Path(x.filename).name == "solution.py"]
-    if isinstance(error, AttributeError) and not lines:
+    frames = [x for x in frames if Path(x.filename).name == "solution.py"]
+    place = ""
+    if frames:
+        name = frames[-1].name.replace("<module>", "solution.py")
+        place = f", line {frames[-1].lineno} of solution.py"
+    elif isinstance(error, AttributeError):
         missing = "module 'solution' has no attribute"
         return str(error).replace(missing, "solution.py defines no")
-    place = f", line {lines[-1]} of solution.py" if lines else ""
     if isinstance(error, NotImplementedError):
         return f"{name} is not implemented{place}"
     return f"{name} raised {type(error).__name__}: {error}"[:MAX_SHOWN] + place

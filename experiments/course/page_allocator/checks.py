@@ -6,12 +6,12 @@ from typing import Any
 _ALLOCATORS: list[Any] = []
 
 
-def drive_create(solution: ModuleType, num_pages: int, page_size: int) -> None:
+def drive_constructor(solution: ModuleType, num_pages: int, page_size: int) -> None:
     """Creates the allocator, in the process of the solution."""
     _ALLOCATORS[:] = [solution.PageAllocator(num_pages, page_size)]
 
 
-def drive_apply(
+def drive_operation(
     solution: ModuleType, method: str, arguments: list, names: list[str]
 ) -> dict[str, Any]:
     """Calls a method; returns its result, the tables of sequences and free pages."""
@@ -30,7 +30,7 @@ def check_walks(process: Any, walks: list[tuple[str, int, int]]) -> str:
 
 
 def _check_walk(process: Any, operations: str, num_pages: int, page_size: int) -> str:
-    process.call("create", num_pages, page_size)
+    process.call("constructor", num_pages, page_size)
     script = f"PageAllocator({num_pages}, page_size={page_size})"
     memory = [[""] * page_size for _ in range(num_pages)]
     tokens: dict[str, list[str]] = {}
@@ -46,7 +46,10 @@ def _check_walk(process: Any, operations: str, num_pages: int, page_size: int) -
         before = tables
         names = {*tables, name} if method == "fork" else {*tables}
         names -= {name} if method == "release" else set()
-        answer = process.call("apply", method, arguments, sorted(names))
+        try:
+            answer = process.call("operation", method, arguments, sorted(names))
+        except ValueError as error:  # without an answer
+            return f"After {script}: {error}"
         tables = answer["tables"]
         free = answer["num_free"]
         violation = ""

@@ -125,7 +125,7 @@ def test_a_skeleton_is_not_implemented(tmp_path: Path) -> None:
     text = assignments.make_skeleton("online_softmax")
     results = grade_text(tmp_path, "online_softmax", text)
     assert results["score"] == 0
-    assert "attend is not implemented, line " in results["tests"][0]["output"]
+    assert "start_rows is not implemented, line " in results["tests"][0]["output"]
 
 
 def test_a_count_is_implausible_only_far_from_its_share() -> None:
