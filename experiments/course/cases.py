@@ -60,17 +60,13 @@ def _page_allocator(rng: np.random.Generator, is_hidden: bool) -> Iterator[TestC
 
 
 def _batching_policy(rng: np.random.Generator, is_hidden: bool) -> Iterator[TestCase]:
-    """Yields states, and loads with the latencies of first come, first served."""
+    """Yields states, and loads with the latencies of first come, first served.
 
-    def state(running, waiting, free_pages, token_budget=64) -> dict[str, Any]:
-        return {
-            "running": running,
-            "waiting": waiting,
-            "free_pages": free_pages,
-            "token_budget": token_budget,
-        }
+    A state has the running sequences (target, length, pages), the tokens of waiting
+    requests, the free pages and the budget.
+    """
 
-    def random_state() -> dict[str, Any]:
+    def random_state() -> list[Any]:
         running = []
         for _ in range(rng.integers(0, 5)):
             length = int(rng.integers(0, 60))
@@ -81,7 +77,7 @@ def _batching_policy(rng: np.random.Generator, is_hidden: bool) -> Iterator[Test
         free_pages = 8 if len(running) < 2 else int(rng.integers(0, 9))
         if running and running[0][2] * 16 < running[0][0]:
             free_pages = max(free_pages, 4)
-        return state(running, waiting, free_pages, int(rng.integers(8, 100)))
+        return [running, waiting, free_pages, int(rng.integers(8, 100))]
 
     def load_case(title: str, num: int, rate: float) -> TestCase:
         is_long = rng.random(num) < 0.25
@@ -98,16 +94,16 @@ def _batching_policy(rng: np.random.Generator, is_hidden: bool) -> Iterator[Test
 
     if is_hidden:
         states = [random_state() for _ in range(60)]
-        states.sort(key=lambda x: len(x["running"]) + len(x["waiting"]))
+        states.sort(key=lambda x: len(x[0]) + len(x[1]))
         yield "random states", 20, "check_plans", {"states": states}
         yield load_case("serves another load", 30, 8.0)
         return
     decode = [33, 32, 2]
     for title, *states in (
-        ("admits at every step", state([], [20], 8), state([decode], [20, 30], 8)),
-        ("prompts do not stall decoding", state([[200, 100, 13], decode], [20], 8)),
-        ("admits in order", state([decode], [100, 10], 3)),
-        ("preempts the last, and the fewest", state([decode] * 3, [10], 1)),
+        ("admits at every step", [[], [20], 8, 64], [[decode], [20, 30], 8, 64]),
+        ("prompts do not stall decoding", [[[200, 100, 13], decode], [20], 8, 64]),
+        ("admits in order", [[decode], [100, 10], 3, 64]),
+        ("preempts the last, and the fewest", [[decode] * 3, [10], 1, 64]),
     ):
         yield title, 15, "check_plans", {"states": states}
     yield load_case("serves a load", 30, 4.0)

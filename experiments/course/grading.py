@@ -112,7 +112,8 @@ class SolutionProcess:
           SolutionError: there is no answer.
         """
         if self._left_s <= 0:
-            raise SolutionError(f"{name} has no time: {TOTAL_LIMIT_S:g} s have passed")
+            limit = f"all calls together may take {TOTAL_LIMIT_S:g} s"
+            raise SolutionError(f"{name} was not called: {limit}")
         if self._process.returncode is not None:
             self._start()
         request = json.dumps([name, arguments]).encode() + b"\n"

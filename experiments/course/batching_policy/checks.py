@@ -7,15 +7,19 @@ PAGE_SIZE = 16
 _PROGRAMS: dict[str, Any] = {}
 
 
-def drive_plan(solution: ModuleType, state: dict[str, Any]) -> dict[str, list[int]]:
+def drive_plan(
+    solution: ModuleType,
+    running: list[list[int]],
+    waiting: list[int],
+    free_pages: int,
+    token_budget: int,
+) -> dict[str, list[int]]:
     """Returns the plan for a state of at most four sequences and four requests."""
     import jax
     import numpy as np
 
     from jaxkv import Counts
 
-    running = state["running"]
-    waiting = state["waiting"]
     rows = np.asarray(running + [[0, 0, 0]] * (4 - len(running)), np.int32)
     target_length, length, num_pages = rows.T
     none = np.zeros(4, bool)
@@ -43,11 +47,11 @@ def drive_plan(solution: ModuleType, state: dict[str, Any]) -> dict[str, list[in
         waiting_preempted=none,
         waiting_swapped=none,
         waiting_scored_prompt=none,
-        free_pages=np.int32(state["free_pages"]),
+        free_pages=np.int32(free_pages),
         free_swap_pages=np.int32(0),
         page_size=np.int32(PAGE_SIZE),
         max_length=np.int32(1024),
-        token_budget=np.int32(state["token_budget"]),
+        token_budget=np.int32(token_budget),
         spare_logit_rows=np.int32(0),
     )
     if "plan" not in _PROGRAMS:
@@ -92,16 +96,16 @@ def simulate_load(policy: Any, load: dict, machine: dict) -> dict[str, list]:
     }
 
 
-def check_plans(process: Any, states: list[dict[str, Any]]) -> str:
+def check_plans(process: Any, states: list[list[Any]]) -> str:
     """Checks the plans of states against the rules of the statement."""
     for state in states:
-        plan = process.call("plan", state)
-        if violation := _violation(plan, **state):
+        plan = process.call("plan", *state)
+        if violation := _violation(plan, *state):
+            running, waiting, free_pages, token_budget = state
             return (
-                f"running (target, length, pages) {state['running']}, waiting "
-                f"{state['waiting']}, {state['free_pages']} free pages of {PAGE_SIZE} "
-                f"tokens, a budget of {state['token_budget']} tokens, 4 slots: "
-                f"{violation}"
+                f"With running sequences (target_length, length, num_pages) {running}, "
+                f"waiting_tokens {waiting}, {free_pages} free pages of {PAGE_SIZE} "
+                f"tokens, a budget of {token_budget} tokens and 4 slots, {violation}"
             )
     return ""
 
