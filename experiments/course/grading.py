@@ -26,8 +26,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-LIMIT_S = 10.0
-"""Default time limit of one call in s."""
 TOTAL_LIMIT_S = 480.0
 """Time limit of all calls in s; Gradescope ends an autograder after 600 s."""
 START_LIMIT_S = 120.0
@@ -240,7 +238,7 @@ def grade(
     solution: Path,
     checks: Path,
     tests: list[GradedTest],
-    limit_s: float = LIMIT_S,
+    limit_s: float = 10.0,
     user: str | None = None,
 ) -> dict[str, Any]:
     """Grades a solution.
@@ -305,12 +303,10 @@ def _main() -> None:
     parser.add_argument("--user", help="user that runs the solution")
     options = parser.parse_args()
     folder = Path(__file__).resolve().parent
-    tests = []
-    limit_s = LIMIT_S
-    for path in sorted(folder.glob("*_tests.json"), reverse=True):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        limit_s = document["limit_s"]
-        tests += [GradedTest(**x) for x in document["tests"]]
+    paths = sorted(folder.glob("*_tests.json"), reverse=True)
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    tests = [GradedTest(**x) for document in documents for x in document["tests"]]
+    limit_s = documents[0]["limit_s"]
     checks = folder / "checks.py"
     results = grade(options.solution, checks, tests, limit_s, options.user)
     if options.results:
