@@ -143,8 +143,8 @@ def _grade(name: str, options: GradeOptions) -> CommandOutput:
     for student, result in graded.items():
         points = f"{result['score']:g} of {result['max_score']:g}"
         rows.append((student, points, result["output"]))
-        for x in result["tests"]:
-            if x["status"] == "failed":
-                rows.append(("", f"-{x['max_score']:g}", f"{x['name']}: {x['output']}"))
+        failures = [x for x in result["tests"] if x["status"] == "failed"]
+        for x in failures[:1] if path.is_dir() else failures:
+            rows.append(("", f"-{x['max_score']:g}", f"{x['name']}: {x['output']}"))
     sheet = Sheet("", ("solution", "points", "output"), rows)
     return CommandOutput(document, [sheet], [])
