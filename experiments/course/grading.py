@@ -180,6 +180,7 @@ def _answer_calls() -> None:
         os.dup2(null, 1)
         os.dup2(null, 2)
     for kind, limit in limits.items():
+        limit = min(limit, resource.getrlimit(kind)[1] % 2**63)  # -1 is no limit
         resource.setrlimit(kind, (limit, limit))
     # An installed package may contain the reference solutions.
     sys.modules["experiments"] = None  # ty: ignore[invalid-assignment]
