@@ -52,7 +52,7 @@ class GradeOptions:
     """Options of `jaxkv course grade`."""
 
     solution: Path
-    """A Python file, or a folder with a file or folder of each student."""
+    """Python file or folder of submissions, one file or folder for each student."""
     seed: NonNegativeInt = 0
     """Seed of the hidden tests."""
     user: Annotated[str | None, describe_default("this one")] = None
