@@ -125,10 +125,8 @@ def write_autograder(
         if wheel is not None:
             shutil.copyfile(wheel, folder / wheel.name)
             packages = f"/autograder/source/{wheel.name}"
-        for script, text in (
-            ("setup.sh", _SETUP.format(packages=packages)),
-            ("run_autograder", _RUN),
-        ):
+        scripts = {"setup.sh": _SETUP.format(packages=packages), "run_autograder": _RUN}
+        for script, text in scripts.items():
             (folder / script).write_text(text, encoding="utf-8")
             (folder / script).chmod(0o755)
 

@@ -169,8 +169,7 @@ def _online_softmax(rng: np.random.Generator, is_hidden: bool) -> Iterator[TestC
     yield "masked blocks and rows", 15, "check_outputs", {"inputs": inputs}
     inputs = [random_input(2 + i, 8 + 4 * i, 10.0**i, 1 + i % 3) for i in range(5)]
     yield "random blocks and parts", 20, "check_outputs", {"inputs": inputs}
-    values = np.ones((8, 1)).tolist()
-    inputs = [attend([list(range(8))], values, [[i, i + 1] for i in range(8)])]
+    inputs = [attend([list(range(8))], [[1.0]] * 8, [[i, i + 1] for i in range(8)])]
     yield "the state does not grow", 15, "check_state_size", {"inputs": inputs}
 
 
