@@ -167,19 +167,12 @@ def save_adapter(folder: Path, model: Path) -> None:
         for x in weights
         if re.search(r"\.0\.(self_attn\.o_proj|attn\.c_proj)\.weight$", x)
     ]
+    weight = weights[f"{name}.weight"]
+    prefix = f"base_model.model.{name}.lora_"
+    halves = {"A": weight[:2].copy(), "B": weight[:, :2].copy()}
+    halves = {f"{prefix}{half}.weight": x for half, x in halves.items()}
     folder.mkdir()
-    save_file(
-        {
-            f"base_model.model.{name}.lora_{half}.weight": weights[f"{name}.weight"][
-                rows, columns
-            ].copy()
-            for half, rows, columns in (
-                ("A", slice(2), slice(None)),
-                ("B", slice(None), slice(2)),
-            )
-        },
-        folder / "adapter_model.safetensors",
-    )
+    save_file(halves, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": [name]}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
@@ -211,7 +204,7 @@ class Trials:
         """Prepares trials of the models in `folder`; `trace` also traces the steps."""
         self._folder = folder
         self.trace = trace
-        self._found: dict[str, str] = {}
+        self._lines: dict[str, str] = {}
         self._loaded: dict[Any, checkpoints.LoadedModel] = {}
         self.refusals: list[str] = []
         """Lines of the refusals, in the order of their first occurrence."""
@@ -219,9 +212,9 @@ class Trials:
     def refusal(self, option: Option) -> str:
         """Returns the line with which an engine or its request is refused, or ""."""
         key = repr((option.fields, option.request))
-        if key not in self._found:
-            self._found[key] = self._try(option)
-        return self._found[key]
+        if key not in self._lines:
+            self._lines[key] = self._try(option)
+        return self._lines[key]
 
     def _try(self, option: Option) -> str:
         fields = BOUNDS | option.fields
@@ -237,9 +230,7 @@ class Trials:
             folder = self._folder / model
             kind = {"dtype": "float32", "weights": "model"} | fields
             kind = {name: kind[name] for name in ("dtype", "weights", "mesh")}
-            key = model, mesh, kind["dtype"], kind["weights"]
-            if method == "mtp":
-                key = *key, method
+            key = model, mesh, kind["dtype"], kind["weights"], method == "mtp"
             if key not in self._loaded:
                 loaded = loading.read_model_folder(folder, **kind)
                 if method == "mtp":
@@ -299,16 +290,13 @@ def mesh_option(**degrees: int) -> Option:
     return Option(name, fields)
 
 
-def method_option(method: str) -> Option:
-    """Returns the option of a speculation method."""
-    return Option(f"`{method}`", {"method": method})
-
-
 NUMERICS = [Option("`reproducible`", {"numerics": "reproducible"})]
 KV_DTYPES = [Option(f"`{x}`", {"kv_dtype": x}) for x in ("int8", "fp8")]
 MESHES = [mesh_option(tensor=2), mesh_option(context=2), mesh_option(expert=2)]
-METHODS = [method_option(x) for x in speculation.methods.METHOD_NAMES]
-ADAPTIVE = [method_option("adaptive ngram"), method_option("adaptive eagle")]
+METHODS = [Option(f"`{x}`", {"method": x}) for x in speculation.methods.METHOD_NAMES]
+ADAPTIVE = [
+    Option(f"`{x}`", {"method": x}) for x in ("adaptive ngram", "adaptive eagle")
+]
 KINDS = [
     Option("mixture of experts", {"model": "mixture"}),
     Option("sliding window", {"model": "window"}),
@@ -353,9 +341,10 @@ SIZES = [
         "`context=2`, window 32, `page_size=64`",
         {"mesh": (("context", 2),), "model": "window", "page_size": 64},
     ),
-    Option("learned positions, `max_length=65`", {"model": "learned"}, {}),
+    Option(
+        "learned positions, `max_length=65`", {"model": "learned", "max_length": 65}
+    ),
 ]
-SIZES[-1].fields["max_length"] = 65
 
 
 def pair_table(trials: Trials) -> list[str]:
@@ -422,14 +411,9 @@ def family_table(trials: Trials) -> list[str]:
         if bool(refused) == family.servable:
             raise AssertionError(f"{name}: {family.servable=}, but {line}")
         line = error_of(describe_huggingface, raw)
-        lines.append(
-            [
-                f"`{name}`",
-                f"`{family.architecture}`",
-                trials.cell(refused.replace(family.architecture, "...")),
-                trials.cell(line if "is not counted" in line else ""),
-            ]
-        )
+        served = trials.cell(refused.replace(family.architecture, "..."))
+        counted = trials.cell(line if "is not counted" in line else "")
+        lines.append([f"`{name}`", f"`{family.architecture}`", served, counted])
     return markdown_table(lines)
 
 
@@ -444,10 +428,8 @@ def check_full_products(trials: Trials) -> tuple[int, int]:
       AssertionError: the table of pairs would mislead.
     """
     num = num_refused = 0
-    axes = [
-        [PLAIN, *options] for options in (KINDS, NUMERICS, KV_DTYPES, MESHES, METHODS)
-    ]
-    for options in itertools.product(*axes):
+    axes = (KINDS, NUMERICS, KV_DTYPES, MESHES, METHODS)
+    for options in itertools.product(*([PLAIN, *axis] for axis in axes)):
         joined: Option | None = PLAIN
         for option in options:
             joined = None if joined is None else joined.join(option)
@@ -476,26 +458,22 @@ def make_page(*, trace: bool = False) -> str:
         warnings.simplefilter("ignore")
         save_models(Path(folder))
         trials = Trials(Path(folder), trace=trace)
-        return _write(trials)
-
-
-def _write(trials: Trials) -> str:
-    tables = {
-        "numerics": trials.table(
-            [PLAIN, *NUMERICS, *KV_DTYPES, *METHODS, *ADAPTIVE, *KINDS, *FEATURES],
-            [*NUMERICS, *KV_DTYPES, *MESHES],
-        ),
-        "speculation": trials.table([*METHODS, *ADAPTIVE], [*KINDS, *FEATURES]),
-        "features": trials.table(FEATURES, [*KINDS, *FEATURES]),
-        "pairs": pair_table(trials),
-        "requests": request_table(trials),
-        "sizes": markdown_table(
-            [["", ""], *([x.name, trials.cell(trials.refusal(x))] for x in SIZES)]
-        ),
-        "families": family_table(trials),
-    }
-    trials.trace = False
-    num, num_refused = check_full_products(trials)
+        tables = {
+            "numerics": trials.table(
+                [PLAIN, *NUMERICS, *KV_DTYPES, *METHODS, *ADAPTIVE, *KINDS, *FEATURES],
+                [*NUMERICS, *KV_DTYPES, *MESHES],
+            ),
+            "speculation": trials.table([*METHODS, *ADAPTIVE], [*KINDS, *FEATURES]),
+            "features": trials.table(FEATURES, [*KINDS, *FEATURES]),
+            "pairs": pair_table(trials),
+            "requests": request_table(trials),
+            "sizes": markdown_table(
+                [["", ""], *([x.name, trials.cell(trials.refusal(x))] for x in SIZES)]
+            ),
+            "families": family_table(trials),
+        }
+        trials.trace = False
+        num, num_refused = check_full_products(trials)
     text = TEMPLATE
     for name, table in tables.items():
         text = text.replace(f"@{name}@", "\n".join(table))

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Assignment(NamedTuple):
 ASSIGNMENTS = {
     "page_allocator": Assignment("A page allocator with copy-on-write", "2 to 3"),
     "batching_policy": Assignment(
-        "A policy of continuous batching", "3 to 4", ("jaxkv",), 180.0
+        "A policy of continuous batching", "3 to 4", ("jaxkv",), 90.0
     ),
     "speculative_verifier": Assignment("A verifier for speculative decoding", "2 to 3"),
     "online_softmax": Assignment("Online softmax: attention in one pass", "2 to 3"),
@@ -55,12 +55,13 @@ _SETUP = """#!/usr/bin/env bash
 set -e
 apt-get update
 apt-get install -y python3 python3-venv
+python3 -c 'import sys; sys.exit(sys.version_info < (3, 12) and "needs Python 3.12")'
 python3 -m venv /autograder/env
 /autograder/env/bin/pip install {packages}
 """
-# The solution runs as a user without rights to read the tests.
+# The solution runs as a user without rights to read the tests or to write results.
 _RUN = """#!/usr/bin/env bash
-chmod -R go-rwx /autograder/source
+chmod -R go-rwx /autograder/source /autograder/results
 /autograder/env/bin/python /autograder/source/grading.py /autograder/submission \\
   --results /autograder/results/results.json --user nobody
 """
@@ -75,31 +76,33 @@ def make_skeleton(name: str) -> str:
 def make_tests(
     name: str, seed: int, *, is_hidden: bool
 ) -> Iterator[grading.GradedTest]:
-    """Yields the public or the hidden tests of an assignment."""
+    """Yields the public tests of an assignment, or the hidden ones of a seed."""
     import numpy as np
 
     from experiments.course.cases import CASES
 
     visibility = "after_due_date" if is_hidden else "visible"
-    rng = np.random.default_rng([seed, is_hidden])
-    for title, points, check, arguments in CASES[name](rng, is_hidden):
-        yield grading.GradedTest(title, points, check, arguments, visibility)
+    rng = np.random.default_rng([seed * is_hidden, is_hidden])
+    for case in CASES[name](rng, is_hidden):
+        yield grading.GradedTest(*case, visibility)
 
 
-def grade_assignment(name: str, solution: Path, seed: int = 0) -> dict[str, Any]:
-    """Grades a solution by the public and hidden tests; see `grading.grade`."""
+def grade_solutions(
+    name: str, solutions: Iterable[Path], seed: int = 0, user: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Grades solutions by the public and hidden tests; see `grading.grade`."""
     tests = [x for h in (False, True) for x in make_tests(name, seed, is_hidden=h)]
     checks = HOME / name / "checks.py"
-    return grading.grade(solution, checks, tests, ASSIGNMENTS[name].limit_s)
+    for solution in solutions:
+        yield grading.grade(solution, checks, tests, ASSIGNMENTS[name].limit_s, user)
 
 
 def write_handout(name: str, out: Path) -> None:
     """Writes what students get: statement, skeleton, public tests and their grader."""
     with _open_folder(out) as folder:
+        _write_grader(name, folder)
         shutil.copyfile(HOME / name / "statement.md", folder / "statement.md")
         (folder / "skeleton.py").write_text(make_skeleton(name), encoding="utf-8")
-        _write_grader(name, folder)
-        _write_tests(name, folder, 0, is_hidden=False)
 
 
 def write_autograder(
@@ -111,22 +114,19 @@ def write_autograder(
       name: the assignment.
       out: new folder, or file of the type zip.
       seed: seed of the hidden tests.
-      wheel: wheel of this project to install where it is needed; None installs it by
-        name.
+      wheel: wheel of this project, for an assignment that needs it.
     """
+    packages = " ".join(ASSIGNMENTS[name].packages)
+    if (packages == "jaxkv") != (wheel is not None):
+        needs = "needs" if wheel is None else "does not need"
+        raise ValueError(f"wheel={wheel}: {name} {needs} a wheel of jaxkv")
     with _open_folder(out) as folder:
-        _write_grader(name, folder)
-        _write_tests(name, folder, 0, is_hidden=False)
-        _write_tests(name, folder, seed, is_hidden=True)
-        packages = list(ASSIGNMENTS[name].packages)
-        if wheel is not None and "jaxkv" in packages:
+        _write_grader(name, folder, seed)
+        if wheel is not None:
             shutil.copyfile(wheel, folder / wheel.name)
-            packages.remove("jaxkv")
-            packages.append(f"/autograder/source/{wheel.name}")
-        for script, text in (
-            ("setup.sh", _SETUP.format(packages=" ".join(packages))),
-            ("run_autograder", _RUN),
-        ):
+            packages = f"/autograder/source/{wheel.name}"
+        scripts = {"setup.sh": _SETUP.format(packages=packages), "run_autograder": _RUN}
+        for script, text in scripts.items():
             (folder / script).write_text(text, encoding="utf-8")
             (folder / script).chmod(0o755)
 
@@ -148,13 +148,12 @@ def _open_folder(out: Path) -> Generator[Path]:
         files.write_atomically(out, Path(archive).read_bytes())
 
 
-def _write_grader(name: str, folder: Path) -> None:
+def _write_grader(name: str, folder: Path, seed: int | None = None) -> None:
+    """Writes a grader with the public tests, and with the hidden ones of a seed."""
     shutil.copyfile(HOME / "grading.py", folder / "grading.py")
     shutil.copyfile(HOME / name / "checks.py", folder / "checks.py")
-
-
-def _write_tests(name: str, folder: Path, seed: int, *, is_hidden: bool) -> None:
-    tests = [x._asdict() for x in make_tests(name, seed, is_hidden=is_hidden)]
-    document = {"limit_s": ASSIGNMENTS[name].limit_s, "tests": tests}
-    file = folder / f"{'hidden' if is_hidden else 'public'}_tests.json"
-    file.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    for is_hidden in (False,) if seed is None else (False, True):
+        tests = [x._asdict() for x in make_tests(name, seed or 0, is_hidden=is_hidden)]
+        document = {"limit_s": ASSIGNMENTS[name].limit_s, "tests": tests}
+        file = folder / f"{'hidden' if is_hidden else 'public'}_tests.json"
+        file.write_text(json.dumps(document, indent=1), encoding="utf-8")

@@ -3,6 +3,7 @@
 The expected answers are those of this project.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,70 +21,52 @@ type CaseMaker = Callable[[np.random.Generator, bool], Iterator[TestCase]]
 """Yields the cases of an assignment; True makes the hidden ones."""
 
 
-def page_allocator_cases(
-    rng: np.random.Generator, is_hidden: bool
-) -> Iterator[TestCase]:
-    """Yields walks over small pools."""
-
-    def case(title: str, *walks: tuple[str, int, int]) -> TestCase:
-        documents = []
-        for text, num_pages, page_size in walks:
-            words = [operation.split() for operation in text.split(";")]
-            operations = [[int(x) if x.isdigit() else x for x in row] for row in words]
-            documents.append(
-                {
-                    "num_pages": num_pages,
-                    "page_size": page_size,
-                    "operations": operations,
-                }
-            )
-        return title, 15, "check_walks", {"walks": documents}
+def _page_allocator(rng: np.random.Generator, is_hidden: bool) -> Iterator[TestCase]:
+    """Yields walks over small pools: operations, pages and tokens per page."""
 
     def random_walk(num: int) -> str:
         rows = []
         for _ in range(num):
             method = rng.choice(["append", "append", "fork", "release"])
             first, second = rng.permutation(list("abcde"))[:2]
-            size = str(rng.integers(1, 6))
-            rest = {"append": [size], "fork": [second], "release": []}[method]
-            rows.append(" ".join([method, first, *rest]))
+            last = {"append": rng.integers(1, 6), "fork": second, "release": ""}
+            rows.append(f"{method} {first} {last[method]}")
         return ";".join(rows)
 
     if not is_hidden:
-        text = "append a 3;append b 1;append a 2"
-        yield case("tables grow page by page", (text, 4, 2))
-        text = "append a 3;append b 7;append a 6;append a 4"
-        yield case("a refused append changes nothing", (text, 4, 2))
-        text = "append a 3;fork a b;append b 1;append a 1"
-        yield case("a shared page is copied before a write", (text, 4, 2))
-        text = "append a 3;fork a b;release a;append c 3;release c"
-        yield case("release keeps shared pages", (text, 4, 2))
+        for title, text in {
+            "tables grow page by page": "append a 3;append b 1;append a 2",
+            "a refused append changes nothing": (
+                "append a 3;append b 7;append a 6;append a 4"
+            ),
+            "a shared page is copied before a write": (
+                "append a 3;fork a b;append b 1;append a 1"
+            ),
+            "release keeps shared pages": (
+                "append a 3;fork a b;release a;append c 3;release c"
+            ),
+        }.items():
+            yield title, 15, "check_walks", {"walks": [(text, 4, 2)]}
         return
     full = "append a 7;fork a b;append b 1;append b 2"
     even = "append a 4;fork a b;append b 1;append a 3"
-    yield case("copies of the last page only", (full, 4, 2), (even, 5, 2))
+    walks = [(full, 4, 2), (even, 5, 2)]
+    yield "copies of the last page only", 15, "check_walks", {"walks": walks}
     walks = [
         (random_walk(num), int(rng.integers(3, 9)), int(rng.integers(1, 5)))
         for num in (6, 8, 10, 15, 20, 30, 50, 80)
     ]
-    title, _, check, arguments = case("random walks", *walks)
-    yield title, 25, check, arguments
+    yield "random walks", 25, "check_walks", {"walks": walks}
 
 
-def batching_policy_cases(
-    rng: np.random.Generator, is_hidden: bool
-) -> Iterator[TestCase]:
-    """Yields states, and loads with the latencies of first come, first served."""
+def _batching_policy(rng: np.random.Generator, is_hidden: bool) -> Iterator[TestCase]:
+    """Yields states, and loads with the latencies of first come, first served.
 
-    def state(running, waiting, free_pages, token_budget=64) -> dict[str, Any]:
-        return {
-            "running": running,
-            "waiting": [[x] for x in waiting],
-            "free_pages": free_pages,
-            "token_budget": token_budget,
-        }
+    A state has the running sequences (target, length, pages), the tokens of waiting
+    requests, the free pages and the budget.
+    """
 
-    def random_state() -> dict[str, Any]:
+    def random_state() -> list[Any]:
         running = []
         for _ in range(rng.integers(0, 5)):
             length = int(rng.integers(0, 60))
@@ -94,9 +77,9 @@ def batching_policy_cases(
         free_pages = 8 if len(running) < 2 else int(rng.integers(0, 9))
         if running and running[0][2] * 16 < running[0][0]:
             free_pages = max(free_pages, 4)
-        return state(running, waiting, free_pages, int(rng.integers(8, 100)))
+        return [running, waiting, free_pages, int(rng.integers(8, 100))]
 
-    def load_case(title: str, points: float, num: int, rate: float) -> TestCase:
+    def load_case(title: str, num: int, rate: float) -> TestCase:
         is_long = rng.random(num) < 0.25
         load = {
             "arrival_s": np.sort(rng.uniform(0.0, num / rate, num)).tolist(),
@@ -107,64 +90,52 @@ def batching_policy_cases(
         times = checks.simulate_load(jaxkv.fcfs(), load, machine)
         limits = {name: 1.1 * float(np.mean(x)) for name, x in times.items()}
         arguments = {"load": load, "machine": machine, "limits_s": limits}
-        return title, points, "check_load", arguments
+        return title, 10, "check_load", arguments
 
-    decode = [33, 32, 2]
-    if not is_hidden:
-        states = [state([], [20], 8), state([decode], [20, 30], 8)]
-        yield "admits at every step", 15, "check_plans", {"states": states}
-        states = [state([[200, 100, 13], decode], [20], 8)]
-        yield "prompts do not stall decoding", 15, "check_plans", {"states": states}
-        states = [state([decode], [100, 10], 3)]
-        yield "admits in order", 15, "check_plans", {"states": states}
-        states = [state([decode, decode, decode], [10], 1)]
-        yield "preempts the last, and the fewest", 15, "check_plans", {"states": states}
-        yield load_case("serves a load", 10, 30, 4.0)
+    if is_hidden:
+        states = [random_state() for _ in range(60)]
+        states.sort(key=lambda x: len(x[0]) + len(x[1]))
+        yield "random states", 20, "check_plans", {"states": states}
+        yield load_case("serves another load", 30, 8.0)
         return
-    states = [random_state() for _ in range(60)]
-    states.sort(key=lambda x: len(x["running"]) + len(x["waiting"]))
-    yield "random states", 20, "check_plans", {"states": states}
-    yield load_case("serves another load", 10, 30, 8.0)
+    decode = [33, 32, 2]
+    for title, *states in (
+        ("admits at every step", [[], [20], 8, 64], [[decode], [20, 30], 8, 64]),
+        ("prompts do not stall decoding", [[[200, 100, 13], decode], [20], 8, 64]),
+        ("admits in order", [[decode], [100, 10], 3, 64]),
+        ("preempts the last, and the fewest", [[decode] * 3, [10], 1, 64]),
+    ):
+        yield title, 15, "check_plans", {"states": states}
+    yield load_case("serves a load", 30, 4.0)
 
 
-def speculative_verifier_cases(
+def _speculative_verifier(
     rng: np.random.Generator, is_hidden: bool
 ) -> Iterator[TestCase]:
-    """Yields pairs of distributions, with the mistake that each one shows."""
+    """Yields pairs of distributions: draft, target, number of calls, and seed."""
 
-    def law(draft, target, why: str = "", num: int = 3000, **more) -> dict[str, Any]:
-        arguments = [draft, target, num, int(rng.integers(2**31))]
-        return {"arguments": arguments, "why": why, **more}
+    def law(draft, target, num: int = 3000) -> list[Any]:
+        return [draft, target, num, int(rng.integers(2**31))]
 
-    residual = (
-        "After a rejection the token is drawn from max(0, target - draft), normalized: "
-        "drawing from the target adds to tokens that the draft already covers."
-    )
-    ratio = "A draft token x is accepted with probability min(1, target(x) / draft(x))."
-    bonus = "If all drafts are accepted, one more token comes from the last target row."
-    equal = [[0.5, 0.3, 0.2]] * 3
     if not is_hidden:
-        laws = [law(equal[:2], equal, bonus, 50, length=3)]
-        laws.append(law([[1.0, 0.0]], [[0.0, 1.0]] * 2, ratio, 50, length=1))
-        yield "the answer's form", 20, "check_form", {"laws": laws}
-        laws = [law([[0.5, 0.5]], [[0.8, 0.2], [0.3, 0.7]], f"{residual} {bonus}")]
+        equal = [[0.5, 0.3, 0.2]] * 3
+        laws = [law(equal[:2], equal, 50), law([[1.0, 0.0]], [[0.0, 1.0]] * 2, 50)]
+        yield "the answer's form", 20, "check_form", {"laws": laws, "lengths": [3, 1]}
+        laws = [law([[0.5, 0.5]], [[0.8, 0.2], [0.3, 0.7]])]
         yield "one draft", 20, "check_distribution", {"laws": laws}
         yield "the acceptance rate", 15, "check_acceptance", {"laws": laws}
         return
     draft, target = (rng.dirichlet(np.full(4, 2.0), n).tolist() for n in (2, 3))
-    sparse = law([[0.6, 0.4, 0.0]], [[0.2, 0.3, 0.5], [0.1, 0.9, 0.0]], residual)
-    peaked = law([[0.1, 0.1, 0.8]], [[0.1, 0.8, 0.1], [0.6, 0.2, 0.2]], ratio)
-    why = f"{ratio} {residual} {bonus}"
+    sparse = law([[0.6, 0.4, 0.0]], [[0.2, 0.3, 0.5], [0.1, 0.9, 0.0]])
+    peaked = law([[0.1, 0.1, 0.8]], [[0.1, 0.8, 0.1], [0.6, 0.2, 0.2]])
     laws = [sparse, peaked]
     yield "distributions far apart", 15, "check_distribution", {"laws": laws}
-    laws = [law(draft, target, why, 4000)]
+    laws = [law(draft, target, 4000)]
     yield "two drafts", 15, "check_distribution", {"laws": laws}
     yield "acceptance far apart", 15, "check_acceptance", {"laws": [sparse, peaked]}
 
 
-def online_softmax_cases(
-    rng: np.random.Generator, is_hidden: bool
-) -> Iterator[TestCase]:
+def _online_softmax(rng: np.random.Generator, is_hidden: bool) -> Iterator[TestCase]:
     """Yields scores, values and divisions into parts and blocks."""
 
     def attend(scores, values, *parts) -> dict[str, Any]:
@@ -180,36 +151,26 @@ def online_softmax_cases(
         parts = [blocks[i::num_parts] for i in range(num_parts)]
         return attend(scores.tolist(), values.tolist(), *filter(None, parts))
 
-    rescale = "When the maximum grows, the old sums are multiplied by exp(old - new)."
-    overflow = "Subtract the running maximum before the exponential."
-    masked = "While all keys are masked the maximum is -inf, and -inf - -inf is NaN."
-    join = "Both states are brought to the larger maximum before they are added."
-    two = [[10.0], [20.0]]
     none = -np.inf
+    two = [[10.0], [20.0]]
+    one_part = ([[0, 1], [1, 2]],)
+    two_parts = ([[0, 1]], [[1, 2]])
     if not is_hidden:
-        inputs = [attend([[1.0, 3.0]], two, [[0, 1], [1, 2]])]
-        arguments = {"inputs": inputs, "why": rescale}
-        yield "two blocks", 20, "check_outputs", arguments
-        inputs = [attend([[1000.0, 1001.0]], two, [[0, 1], [1, 2]])]
-        arguments = {"inputs": inputs, "why": overflow}
-        yield "large scores", 15, "check_outputs", arguments
-        inputs = [attend([[1.0, 3.0]], two, [[0, 1]], [[1, 2]])]
-        arguments = {"inputs": inputs, "why": join}
-        yield "two parts", 15, "check_outputs", arguments
+        for title, points, scores, parts in (
+            ("two blocks", 20, [1.0, 3.0], one_part),
+            ("large scores", 15, [1000.0, 1001.0], one_part),
+            ("two parts", 15, [1.0, 3.0], two_parts),
+        ):
+            arguments = {"inputs": [attend([scores], two, *parts)]}
+            yield title, points, "check_outputs", arguments
         return
-    inputs = [attend([[none, 2.0], [none, none]], two, [[0, 1], [1, 2]])]
-    inputs.append(attend([[none, 2.0]], two, [[0, 1]], [[1, 2]]))
-    arguments = {"inputs": inputs, "why": masked}
-    yield "masked blocks and rows", 15, "check_outputs", arguments
-    inputs = [
-        random_input(2 + i, 8 + 4 * i, 10.0**i, 1 + i % 3) for i in (0, 1, 2, 3, 4)
-    ]
-    arguments = {"inputs": inputs, "why": f"{rescale} {join}"}
-    yield "random blocks and parts", 20, "check_outputs", arguments
-    values = np.ones((8, 1)).tolist()
-    blocks = [[i, i + 1] for i in range(8)]
-    arguments = {"inputs": [attend([list(range(8))], values, blocks)]}
-    yield "the state does not grow", 15, "check_state_size", arguments
+    inputs = [attend([[none, 2.0], [none, none]], two, *one_part)]
+    inputs.append(attend([[none, 2.0]], two, *two_parts))
+    yield "masked blocks and rows", 15, "check_outputs", {"inputs": inputs}
+    inputs = [random_input(2 + i, 8 + 4 * i, 10.0**i, 1 + i % 3) for i in range(5)]
+    yield "random blocks and parts", 20, "check_outputs", {"inputs": inputs}
+    inputs = [attend([list(range(8))], [[1.0]] * 8, [[i, i + 1] for i in range(8)])]
+    yield "the state does not grow", 15, "check_state_size", {"inputs": inputs}
 
 
 SHAPE_KEYS = (
@@ -229,44 +190,35 @@ HIDDEN_SHAPES = {
 }
 
 
-def model_counter_cases(
-    rng: np.random.Generator, is_hidden: bool
-) -> Iterator[TestCase]:
+def _model_counter(rng: np.random.Generator, is_hidden: bool) -> Iterator[TestCase]:
     """Yields shapes with the counts of `scaling.costs`."""
     entries: list[dict[str, Any]] = []
-    named = HIDDEN_SHAPES if is_hidden else PUBLIC_SHAPES
-    for name, row in named.items():
+    for name, row in (HIDDEN_SHAPES if is_hidden else PUBLIC_SHAPES).items():
         shape: dict[str, Any] = dict(zip(SHAPE_KEYS, row, strict=True))
         sequence = int(rng.integers(10, 5000)) if is_hidden else 10
         size = shape["mlp_size"]
         num_experts = shape["num_experts"]
-        experts = shapes.MixtureShape(
-            num_experts=max(num_experts, 1), top_k=max(shape["top_k"], 1), size=size
-        )
+        attention = ("num_q_heads", "num_kv_heads", "head_dim")
         model = shapes.ModelShape(
             name=name,
-            vocab_size=shape["vocab_size"],
-            hidden_size=shape["hidden_size"],
-            num_layers=shape["num_layers"],
-            attention=shapes.HeadAttention(
-                num_q_heads=shape["num_q_heads"],
-                num_kv_heads=shape["num_kv_heads"],
-                head_dim=shape["head_dim"],
-            ),
+            **{key: shape[key] for key in SHAPE_KEYS[:3]},
+            attention=shapes.HeadAttention(**{key: shape[key] for key in attention}),
             mlp_size=size,
-            experts=experts if num_experts else None,
+            experts=shapes.MixtureShape(
+                num_experts=num_experts, top_k=shape["top_k"], size=size
+            )
+            if num_experts
+            else None,
             tie_embeddings=shape["is_tied"],
         )
         counts = costs.count_parameters(model)
         terms = costs.forward_terms(model, sequence=sequence, attention="full")
-        state = costs.MIXED
-        bytes_each = state.weight + state.gradient + state.master + state.moments
         expected = {
             "total_params": counts.total,
             "active_params": counts.active,
             "forward_flops": costs.total_flops(terms),
             "kv_bytes_per_token": costs.kv_bytes_per_token(model),
-            "training_bytes": bytes_each * counts.total,
+            "training_bytes": sum(dataclasses.astuple(costs.MIXED)) * counts.total,
         }
         entries.append(
             {"name": name, "shape": shape, "sequence": sequence, "expected": expected}
@@ -276,12 +228,9 @@ def model_counter_cases(
         yield title, 10, "check_shape_counts", {"name": name, "shapes": entries}
 
 
-def budgeted_design_cases(
-    rng: np.random.Generator, is_hidden: bool
-) -> Iterator[TestCase]:
+def _budgeted_design(rng: np.random.Generator, is_hidden: bool) -> Iterator[TestCase]:
     """Yields laws with their optima, an allowance and a budget."""
-    num_laws = 3 if is_hidden else 1
-    for i in range(num_laws):
+    for i in range(3 if is_hidden else 1):
         law = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28}
         allowance = 1e18
         if is_hidden:
@@ -296,17 +245,10 @@ def budgeted_design_cases(
             law["A"] = term * num_params**alpha
             law["B"] = alpha / beta * term * (ratio * num_params) ** beta
         budget = 300 * allowance
-        powers = plan.law_two_powers(CHINCHILLA, law)
-        best = plan.allocate_budget(powers, budget)
+        best = plan.allocate_budget(plan.law_two_powers(CHINCHILLA, law), budget)
         law |= {"noise": 1e-3, "seed": int(rng.integers(2**31))}
         law |= {"best_loss": best.loss, "best_params": best.num_params}
-        limits = {"excess": 0.01, "error": 0.03}
-        arguments = {
-            "law": law,
-            "allowance": allowance,
-            "budget": budget,
-            "limits": limits,
-        }
+        arguments = {"law": law, "allowance": allowance, "budget": budget}
         which = f"hidden law {i + 1}" if is_hidden else "the public law"
         points = {"allowance": 5, "design": 10, "prediction": 10}
         points |= {} if is_hidden else {"design": 15, "prediction": 5}
@@ -316,10 +258,10 @@ def budgeted_design_cases(
 
 
 CASES: dict[str, CaseMaker] = {
-    "page_allocator": page_allocator_cases,
-    "batching_policy": batching_policy_cases,
-    "speculative_verifier": speculative_verifier_cases,
-    "online_softmax": online_softmax_cases,
-    "model_counter": model_counter_cases,
-    "budgeted_design": budgeted_design_cases,
+    "page_allocator": _page_allocator,
+    "batching_policy": _batching_policy,
+    "speculative_verifier": _speculative_verifier,
+    "online_softmax": _online_softmax,
+    "model_counter": _model_counter,
+    "budgeted_design": _budgeted_design,
 }

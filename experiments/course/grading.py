@@ -7,11 +7,16 @@ endless loop or the end of that process is a failed test.
 """
 
 import argparse
+import contextlib
+import functools
 import importlib.util
 import json
 import os
-import select
+import pwd
+import resource
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,10 +26,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-LIMIT_S = 10.0
-"""Default time limit of one call in s."""
+TOTAL_LIMIT_S = 480.0
+"""Time limit of all calls in s; Gradescope ends an autograder after 600 s."""
 START_LIMIT_S = 120.0
-"""Time limit of the start of Python, which is not part of a call."""
+"""Time limit of the start of Python in s, which is not part of a call."""
+MAX_ANSWER = 1 << 24
+"""Largest number of bytes of an answer."""
 MAX_SHOWN = 1500
 """Largest number of characters of a message."""
 
@@ -47,12 +54,12 @@ class GradedTest(NamedTuple):
     visibility: str = "visible"
 
 
-class SolutionError(Exception):
+class SolutionError(ValueError):
     """A call of the solution gave no answer; the message has the reason."""
 
 
 class SolutionProcess:
-    """The process of a solution.
+    """The process of a solution, which imports the solution at the first call.
 
     Args:
       solution: file of the solution.
@@ -62,24 +69,39 @@ class SolutionProcess:
     """
 
     def __init__(
-        self,
-        solution: Path,
-        checks: Path,
-        limit_s: float = LIMIT_S,
-        user: str | None = None,
+        self, solution: Path, checks: Path, limit_s: float, user: str | None
     ) -> None:
         self._limit_s = limit_s
+        self._left_s = TOTAL_LIMIT_S
         self._user = user
-        self._process: subprocess.Popen[bytes] | None = None
+        self._group = {x.pw_name: x.pw_gid for x in pwd.getpwall()}.get(user or "")
+        if user and self._group is None:
+            raise SolutionError(f"user={user} must be a user of this machine")
         # A folder without the tests, readable by another user.
-        self._folder = tempfile.TemporaryDirectory(prefix="solution-")
-        os.chmod(self._folder.name, 0o755)
-        for source, name in (
-            (solution, "solution.py"),
-            (checks, "checks.py"),
-            (Path(__file__), "grading.py"),
-        ):
-            shutil.copyfile(source, Path(self._folder.name, name))
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="solution-", ignore_cleanup_errors=True
+        )
+        self._script = Path(self._folder.name, "grading.py")
+        self._script.parent.chmod(0o755)
+        shutil.copyfile(solution, self._script.with_name("solution.py"))
+        shutil.copyfile(checks, self._script.with_name("checks.py"))
+        shutil.copyfile(__file__, self._script)
+        self._start()
+
+    def _start(self) -> None:
+        self._channel, other_end = socket.socketpair()
+        with other_end:
+            self._process = subprocess.Popen(
+                [sys.executable, str(self._script), "--process"],
+                stdin=other_end.fileno(),
+                stdout=2,
+                cwd=self._folder.name,
+                start_new_session=True,
+                user=self._user,
+                group=self._group,
+                extra_groups=None if self._user is None else [],
+            )
+        self._exchange("python", b"", START_LIMIT_S)
 
     def call(self, name: str, *arguments: object) -> Any:
         """Calls `drive_NAME` of the checks, or a function of the solution.
@@ -87,66 +109,58 @@ class SolutionProcess:
         Raises:
           SolutionError: there is no answer.
         """
-        process = self.start() if self._process is None else self._process
-        assert process.stdin is not None
+        if self._left_s <= 0:
+            limit = f"all calls together may take {TOTAL_LIMIT_S:g} s"
+            raise SolutionError(f"{name} was not called: {limit}")
+        if self._process.returncode is not None:
+            self._start()
+        request = json.dumps([name, arguments]).encode() + b"\n"
+        start = time.monotonic()
         try:
-            process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
-            process.stdin.flush()
-        except OSError:
-            pass  # The process has ended, which the read below reports.
-        answer = json.loads(self._read_line(process, name, self._limit_s))
+            limit_s = min(self._limit_s, self._left_s)
+            answer = json.loads(self._exchange(name, request, limit_s))
+        finally:
+            self._left_s -= time.monotonic() - start
         if "error" in answer:
             raise SolutionError(answer["error"])
         return answer["value"]
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Starts the process; the solution is imported by the first call."""
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(self._folder.name, "grading.py")), "--process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=self._folder.name,
-            user=self._user,
-            start_new_session=True,
-        )
-        self._read_line(self._process, "python", START_LIMIT_S)
-        return self._process
-
-    def _read_line(
-        self, process: subprocess.Popen[bytes], name: str, limit_s: float
-    ) -> bytes:
-        """Reads a line of the process; without one, ends it and raises an error."""
-        assert process.stdout is not None
-        line = b""
+    def _exchange(self, name: str, request: bytes, limit_s: float) -> bytes:
+        """Returns the line that answers a request; without one, ends the process."""
         end = time.monotonic() + limit_s
-        while not line.endswith(b"\n"):
-            wait_s = max(end - time.monotonic(), 0.0)
-            if not select.select([process.stdout], [], [], wait_s)[0]:
-                self.stop()
-                raise SolutionError(
-                    f"{name} has not returned after {limit_s:g} s: is there an endless "
-                    "loop?"
-                )
-            if not (part := os.read(process.stdout.fileno(), 1 << 16)):
-                status = process.wait()
-                self.stop()
-                raise SolutionError(
-                    f"{name} ended the process (exit status {status}) without an answer"
-                )
-            line += part
-        return line
+        line = b""
+        try:
+            self._channel.settimeout(limit_s)
+            self._channel.sendall(request)
+            while not line.endswith(b"\n"):
+                self._channel.settimeout(max(end - time.monotonic(), 1e-3))
+                part = self._channel.recv(1 << 20)
+                line += part
+                if not part:
+                    raise ConnectionError
+                if len(line) > MAX_ANSWER or time.monotonic() > end:
+                    raise TimeoutError
+            return line
+        except TimeoutError:
+            reason = f"has not returned after {limit_s:g} s: is there an endless loop?"
+        except OSError:
+            try:
+                status = self._process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                reason = "closed the connection to the grader"
+            else:
+                cause = signal.strsignal(-status) if status < 0 else None
+                cause = cause or f"exit status {status}"
+                reason = f"ended the process ({cause}) without an answer"
+        self.stop()
+        raise SolutionError(f"{name} {reason}")
 
     def stop(self) -> None:
-        """Ends the process."""
-        if self._process is not None:
-            self._process.kill()
-            for stream in (self._process.stdin, self._process.stdout):
-                try:
-                    stream and stream.close()
-                except OSError:
-                    pass
-            self._process.wait()
-            self._process = None
+        """Ends the process and those that it started in its session."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._channel.close()
 
     def close(self) -> None:
         """Ends the process, and removes its folder."""
@@ -156,24 +170,27 @@ class SolutionProcess:
 
 def _answer_calls() -> None:
     """Answers the calls of `SolutionProcess` in the folder of this file."""
-    calls = os.fdopen(os.dup(0), "r")
-    answers = os.fdopen(os.dup(1), "w")
-    # Prints of the solution are for the terminal, and its input is empty.
-    os.dup2(2, 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    channel = socket.socket(fileno=os.dup(0)).makefile("rw")
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)  # the solution has no input
+    limits = {resource.RLIMIT_DATA: 1 << 32, resource.RLIMIT_FSIZE: 1 << 28}
+    script = Path(__file__)
+    if script.stat().st_uid != os.getuid():  # another user
+        limits[resource.RLIMIT_NPROC] = 512  # counts all processes of the user
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+    for kind, limit in limits.items():
+        limit = min(limit, resource.getrlimit(kind)[1] % 2**63)  # -1 is no limit
+        resource.setrlimit(kind, (limit, limit))
     # An installed package may contain the reference solutions.
     sys.modules["experiments"] = None  # ty: ignore[invalid-assignment]
-    folder = Path(__file__).parent
-    checks = load_file(folder / "checks.py")
-    answers.write("ready\n")
-    answers.flush()
-    for line in calls:
+    checks = load_file(script.with_name("checks.py"))
+    print("ready", file=channel, flush=True)
+    for line in channel:
         name, arguments = json.loads(line)
         try:
-            solution = load_file(folder / "solution.py")
+            solution = load_file(script.with_name("solution.py"))
             driver = getattr(checks, f"drive_{name}", None)
-            if driver is None and not hasattr(solution, name):
-                raise AttributeError(f"solution.py defines no '{name}'")
             value = (
                 driver(solution, *arguments)
                 if driver
@@ -182,8 +199,7 @@ def _answer_calls() -> None:
             text = json.dumps({"value": value}, default=_to_plain)
         except BaseException as error:
             text = json.dumps({"error": _describe_error(name, error)})
-        answers.write(text + "\n")
-        answers.flush()
+        print(text, file=channel, flush=True)
 
 
 def _to_plain(value: Any) -> object:
@@ -194,44 +210,42 @@ def _to_plain(value: Any) -> object:
 
 def _describe_error(name: str, error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [x.lineno for x in frames if Path(x.filename).name == "solution.py"]
-    if isinstance(error, AttributeError) and not lines:
+    frames = [x for x in frames if Path(x.filename).name == "solution.py"]
+    place = ""
+    if frames:
+        name = frames[-1].name.replace("<module>", "solution.py")
+        place = f", line {frames[-1].lineno} of solution.py"
+    elif isinstance(error, AttributeError):
         missing = "module 'solution' has no attribute"
         return str(error).replace(missing, "solution.py defines no")
-    place = f", line {lines[-1]} of solution.py" if lines else ""
-    kind = type(error).__name__
     if isinstance(error, NotImplementedError):
         return f"{name} is not implemented{place}"
-    return f"{name} raised {kind}: {error}"[:MAX_SHOWN] + place
+    return f"{name} raised {type(error).__name__}: {error}"[:MAX_SHOWN] + place
 
 
-_LOADED: dict[Path, ModuleType] = {}
-
-
+@functools.cache
 def load_file(path: Path) -> ModuleType:
     """Imports a Python file once, under the name of its stem."""
-    if path not in _LOADED:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-        _LOADED[path] = module
-    return _LOADED[path]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def grade(
     solution: Path,
     checks: Path,
     tests: list[GradedTest],
-    limit_s: float = LIMIT_S,
+    limit_s: float = 10.0,
     user: str | None = None,
 ) -> dict[str, Any]:
     """Grades a solution.
 
     Args:
-      solution: the file.
+      solution: the file, or a folder with `solution.py` or a single Python file.
       checks: the file with the check functions.
       tests: the tests.
       limit_s: time limit of one call in s.
@@ -241,10 +255,16 @@ def grade(
       Gradescope's `results.json`: `score`, `max_score`, `output`, and `tests` with
       `name`, `score`, `max_score`, `output`, `status` and `visibility`.
     """
-    start = time.monotonic()
+    max_score = sum(x.max_score for x in tests)
+    results = {"score": 0.0, "max_score": max_score, "tests": []}
+    if solution.is_dir():
+        files = [*solution.glob("*.py")]
+        solution /= files[0].name if len(files) == 1 else "solution.py"
+    if not solution.is_file():
+        return results | {"output": "The submission has no solution.py."}
     functions = load_file(checks)
+    # An error here is not one of the solution.
     process = SolutionProcess(solution, checks, limit_s, user)
-    process.start()  # an error here is not one of the solution
     rows: list[dict[str, Any]] = []
     for test in tests:
         try:
@@ -256,70 +276,50 @@ def grade(
                 "the answer has another form than the statement requires "
                 f"({type(error).__name__}: {error})"
             )
+        # Not printable: control sequences of a terminal, halves of surrogate pairs.
+        shown = [x if x.isprintable() else " " for x in violation[:MAX_SHOWN]]
         rows.append(
             {
                 "name": test.name,
                 "score": 0.0 if violation else test.max_score,
                 "max_score": test.max_score,
                 "status": "failed" if violation else "passed",
-                "output": violation[:MAX_SHOWN] or "passed",
+                "output": "".join(shown) or "passed",
                 "visibility": test.visibility,
             }
         )
     process.close()
-    score = sum(row["score"] for row in rows)
     num_passed = sum(row["status"] == "passed" for row in rows)
-    return {
-        "score": score,
-        "max_score": sum(row["max_score"] for row in rows),
+    return results | {
+        "score": sum(row["score"] for row in rows),
         "output": f"{num_passed} of {len(rows)} tests passed.",
-        "execution_time": round(time.monotonic() - start, 3),
         "tests": rows,
     }
 
 
-def read_tests(folder: Path) -> tuple[list[GradedTest], float]:
-    """Reads the public and, if present, hidden tests, and the limit of a call in s."""
-    tests = []
-    limit_s = LIMIT_S
-    for path in sorted(folder.glob("*_tests.json"), reverse=True):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        limit_s = document["limit_s"]
-        tests += [GradedTest(**x) for x in document["tests"]]
-    return tests, limit_s
-
-
-def _main() -> int:
+def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("solution", type=Path, help="file, or a folder with one")
     parser.add_argument("--results", type=Path, help="file for results.json")
     parser.add_argument("--user", help="user that runs the solution")
     options = parser.parse_args()
-    solution = options.solution
-    if solution.is_dir():
-        files = sorted(solution.glob("*.py"))
-        named = [x for x in files if x.name == "solution.py"]
-        solution = (named or files or [solution / "solution.py"])[0]
     folder = Path(__file__).resolve().parent
-    tests, limit_s = read_tests(folder)
-    results: dict[str, Any]
-    if solution.is_file():
-        results = grade(solution, folder / "checks.py", tests, limit_s, options.user)
-    else:
-        max_score = sum(x.max_score for x in tests)
-        results = {"score": 0.0, "max_score": max_score, "tests": []}
-        results["output"] = "The submission has no solution.py."
-    for row in results["tests"]:
-        print(f"{row['score']:g}/{row['max_score']:g} {row['name']}: {row['output']}")
-    print(f"{results['score']:g}/{results['max_score']:g} {results['output']}")
+    paths = sorted(folder.glob("*_tests.json"), reverse=True)
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    tests = [GradedTest(**x) for document in documents for x in document["tests"]]
+    limit_s = documents[0]["limit_s"]
+    checks = folder / "checks.py"
+    results = grade(options.solution, checks, tests, limit_s, options.user)
     if options.results:
         options.results.parent.mkdir(parents=True, exist_ok=True)
         options.results.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    return 0
+    for row in results["tests"]:
+        print(f"{row['score']:g}/{row['max_score']:g} {row['name']}: {row['output']}")
+    print(f"{results['score']:g}/{results['max_score']:g} {results['output']}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--process"]:
         _answer_calls()
     else:
-        sys.exit(_main())
+        _main()

@@ -7,48 +7,51 @@ PAGE_SIZE = 16
 _PROGRAMS: dict[str, Any] = {}
 
 
-def drive_plan(solution: ModuleType, state: dict[str, Any]) -> dict[str, list[int]]:
+def drive_plan(
+    solution: ModuleType,
+    running: list[list[int]],
+    waiting: list[int],
+    free_pages: int,
+    token_budget: int,
+) -> dict[str, list[int]]:
     """Returns the plan for a state of at most four sequences and four requests."""
     import jax
     import numpy as np
 
     from jaxkv import Counts
 
-    def column(rows, i, dtype=np.int32):
-        values = [row[i] for row in rows]
-        return np.asarray(values + [0] * (4 - len(rows)), dtype)
-
-    running, waiting = state["running"], state["waiting"]
-    num_pages = column(running, 2)
+    rows = np.asarray(running + [[0, 0, 0]] * (4 - len(running)), np.int32)
+    target_length, length, num_pages = rows.T
     none = np.zeros(4, bool)
     zeros = np.zeros(4, np.int32)
     is_waiting = np.arange(4) < len(waiting)
+    waiting_tokens = np.asarray(waiting + [0] * (4 - len(waiting)), np.int32)
     fields: dict[str, Any] = dict(
         running=np.arange(4) < len(running),
         held=none,
         group=None,
-        target_length=column(running, 0),
-        length=column(running, 1),
+        target_length=target_length,
+        length=length,
         num_pages=num_pages,
         owned_pages=num_pages,
-        owned_tokens=column(running, 1),
+        owned_tokens=length,
         swap_pages=num_pages,
         copies=zeros,
         preempted=none,
         scored_prompt=none,
         waiting=is_waiting,
-        waiting_tokens=column(waiting, 0),
+        waiting_tokens=waiting_tokens,
         waiting_cached=zeros,
         waiting_slots=is_waiting.astype(np.int32),
-        waiting_pages=-(-column(waiting, 0) // np.int32(PAGE_SIZE)),
+        waiting_pages=-(-waiting_tokens // np.int32(PAGE_SIZE)),
         waiting_preempted=none,
         waiting_swapped=none,
         waiting_scored_prompt=none,
-        free_pages=np.int32(state["free_pages"]),
+        free_pages=np.int32(free_pages),
         free_swap_pages=np.int32(0),
         page_size=np.int32(PAGE_SIZE),
         max_length=np.int32(1024),
-        token_budget=np.int32(state["token_budget"]),
+        token_budget=np.int32(token_budget),
         spare_logit_rows=np.int32(0),
     )
     if "plan" not in _PROGRAMS:
@@ -93,16 +96,16 @@ def simulate_load(policy: Any, load: dict, machine: dict) -> dict[str, list]:
     }
 
 
-def check_plans(process: Any, states: list[dict[str, Any]]) -> str:
+def check_plans(process: Any, states: list[list[Any]]) -> str:
     """Checks the plans of states against the rules of the statement."""
     for state in states:
-        plan = process.call("plan", state)
-        if violation := _violation(plan, **state):
+        plan = process.call("plan", *state)
+        if violation := _violation(plan, *state):
+            running, waiting, free_pages, token_budget = state
             return (
-                f"running (target, length, pages) {state['running']}, waiting "
-                f"{state['waiting']}, {state['free_pages']} free pages of {PAGE_SIZE} "
-                f"tokens, a budget of {state['token_budget']} tokens, 4 slots: "
-                f"{violation}"
+                f"With running sequences (target_length, length, num_pages) {running}, "
+                f"waiting_tokens {waiting}, {free_pages} free pages of {PAGE_SIZE} "
+                f"tokens, a budget of {token_budget} tokens and 4 slots, {violation}"
             )
     return ""
 
@@ -110,7 +113,7 @@ def check_plans(process: Any, states: list[dict[str, Any]]) -> str:
 def _violation(
     plan: dict[str, list[int]],
     running: list[list[int]],
-    waiting: list[list[int]],
+    waiting: list[int],
     free_pages: int,
     token_budget: int,
 ) -> str:
@@ -141,7 +144,7 @@ def _violation(
     free = total - sum(wanted[:num_fit])
     left = token_budget - sum(plan["num_rows"])
     can_admit = not preempted
-    for i, (tokens,) in enumerate(waiting):
+    for i, tokens in enumerate(waiting):
         admits = bool(plan["admit"][i])
         why = f"{_pages(tokens)} pages are needed, {free} are free, {left} tokens left"
         slots = num_fit + i < len(plan["num_rows"])
@@ -161,7 +164,7 @@ def _violation(
             free -= _pages(tokens)
             left -= plan["head_rows"][i]
     need = sum(target - length for target, length, _ in running[:num_fit])
-    need += sum(tokens for (tokens,), x in zip(waiting, plan["admit"]) if x)  # noqa: B905
+    need += sum(tokens for tokens, x in zip(waiting, plan["admit"]) if x)  # noqa: B905
     if num_tokens < min(need, token_budget):
         return f"{num_tokens} tokens are fed, though {need} could be"
     return ""

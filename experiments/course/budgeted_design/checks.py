@@ -4,6 +4,10 @@ import random
 from typing import Any
 
 MAX_RUNS = 100
+MAX_EXCESS = 0.01
+"""Largest part by which the loss of a design may exceed the lowest one."""
+MAX_ERROR = 0.03
+"""Largest relative error of a predicted loss."""
 
 
 def check_design(
@@ -11,7 +15,6 @@ def check_design(
     law: dict[str, float],
     allowance: float,
     budget: float,
-    limits: dict[str, float],
     subject: str,
 ) -> str:
     """Answers the runs of a sweep by a law, and judges one aspect of the design.
@@ -22,7 +25,6 @@ def check_design(
         loss for the budget, `best_loss`, and its `best_params`.
       allowance: FLOPs of the sweep.
       budget: FLOPs of the design.
-      limits: largest relative `excess` of the loss, and `error` of its prediction.
       subject: `allowance`, `design` or `prediction`.
     """
     rng = random.Random(law["seed"])
@@ -55,20 +57,20 @@ def check_design(
         return f"{setting} cost 6 N D = {spent:.3g} FLOPs: the budget is exceeded"
     loss = true_loss(law, num_params, num_tokens)
     excess = loss / law["best_loss"] - 1
-    if subject == "design" and excess > limits["excess"]:
+    if subject == "design" and excess > MAX_EXCESS:
         side = "many" if num_params > law["best_params"] else "few"
         unused = "" if spent > 0.9 * budget else ", and part of the budget is unused"
         return (
             f"{setting} have a true loss of {loss:.4f}; {law['best_loss']:.4f} is "
-            f"possible, {excess:.1%} less (allowed: {limits['excess']:.1%}). These are "
+            f"possible, {excess:.1%} less (allowed: {MAX_EXCESS:.0%}). These are "
             f"too {side} parameters{unused}: the ratio D / N depends on the law, so "
             "fit it to the sweep"
         )
     error = float(design["loss"]) / loss - 1
-    if subject == "prediction" and not abs(error) <= limits["error"]:
+    if subject == "prediction" and not abs(error) <= MAX_ERROR:
         return (
-            f"{setting} have a true loss of {loss:.4f}, but {design['loss']:.4f} was "
-            f"predicted, {error:+.1%} (allowed: {limits['error']:.1%}): a power law "
+            f"{setting} have a true loss of {loss:.4f}, but {design['loss']:.4g} was "
+            f"predicted, {error:+.1%} (allowed: {MAX_ERROR:.0%}): a power law "
             "needs its irreducible loss to extrapolate"
         )
     return ""

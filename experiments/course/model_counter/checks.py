@@ -12,38 +12,52 @@ def check_shape_counts(process: Any, name: str, shapes: list[dict[str, Any]]) ->
             return f"The answer has no {name!r}; it has {sorted(counts)}"
         difference = counts[name] - entry["expected"][name]
         if difference:
+            size = abs(difference)
             return (
                 f"{name} of {entry['name']} ({_format(shape)}, sequence={sequence}) is "
                 f"{counts[name]:,} and must be {entry['expected'][name]:,}: "
-                f"{abs(difference):,} too {'many' if difference > 0 else 'few'}"
-                f"{explain_difference(abs(difference), shape, sequence)}"
+                f"{size:,} too {'many' if difference > 0 else 'few'}"
+                f"{explain_difference(name, size, shape, sequence)}"
             )
     return ""
 
 
-def explain_difference(difference: float, shape: dict[str, Any], sequence: int) -> str:
-    """Returns the part of a model that a difference is a small multiple of, or ""."""
-    h, layers = shape["hidden_size"], shape["num_layers"]
-    heads = shape["head_dim"]
-    spared = max(shape["num_experts"] - shape["top_k"], 0)
+def explain_difference(
+    name: str, difference: int, shape: dict[str, Any], sequence: int
+) -> str:
+    """Returns the parts of a model that a difference is a small multiple of, or ""."""
+    h = shape["hidden_size"]
+    size = shape["head_dim"]
+    heads = shape["num_q_heads"]
+    kv_heads = shape["num_kv_heads"]
+    mlp = h * shape["mlp_size"]
+    spared = shape["num_experts"] - shape["top_k"]
+    unit = {"forward_flops": 2 * sequence, "training_bytes": 16}.get(name, 1)
     parts = {
-        "the experts that a token does not use": 3 * h * shape["mlp_size"] * spared,
-        "one vocab_size x hidden_size table": h * shape["vocab_size"],
-        "the gap between query and K/V heads of every layer": (
-            h * heads * (shape["num_q_heads"] - shape["num_kv_heads"])
-        ),
-        "K or V of one token of every layer": heads * shape["num_kv_heads"],
-        "scores or values of every layer": (sequence**2 * heads * shape["num_q_heads"]),
-        "a router in every layer": h * shape["num_experts"],
         "a norm in every layer": h,
+        "a router in every layer": h * shape["num_experts"],
+        "the products of queries or outputs": h * size * heads,
+        "the products of keys or values": h * size * kv_heads,
+        "the query heads without K/V heads of their own": h * size * (heads - kv_heads),
+        "a matrix of every MLP": mlp * max(shape["num_experts"], 1),
+        "the experts that a token does not use": 3 * mlp * spared,
+        "the vocab_size x hidden_size table": h * shape["vocab_size"],
+        "the last norm": h,
     }
-    for name, size in parts.items():
-        times_layers = 1 if "table" in name else layers
-        for scale, suffix in ((1, ""), (sequence, " for every token"), (16, " x 16 B")):
-            unit = size * times_layers * scale
-            if unit and difference in (unit, 2 * unit, 3 * unit, 4 * unit):
-                return f", which is {difference // unit} x {name}{suffix}"
-    return ""
+    if name == "kv_bytes_per_token":
+        parts = {
+            "the bytes of keys or values": 2 * size * kv_heads,
+            "those of query heads without K/V heads": 2 * size * (heads - kv_heads),
+        }
+    if name == "forward_flops":
+        parts["the scores or the sums of values"] = sequence * size * heads
+    outside = ("the vocab_size x hidden_size table", "the last norm")
+    matches = []
+    for part, weights in parts.items():
+        whole = weights * unit * (1 if part in outside else shape["num_layers"])
+        if whole and difference in (whole, 2 * whole, 3 * whole, 4 * whole):
+            matches.append(f"{difference // whole} x {part}")
+    return f", which is {' or '.join(matches)}" if matches else ""
 
 
 def _format(shape: dict[str, Any]) -> str:

@@ -32,22 +32,33 @@ def drive_attend(
         return {"output": solution.read_output(joined), "sizes": sizes}
 
 
-def check_outputs(process: Any, inputs: list[dict[str, Any]], why: str) -> str:
+def check_outputs(process: Any, inputs: list[dict[str, Any]]) -> str:
     """Compares outputs with a plain softmax in float64, the smallest inputs first."""
     for arguments in inputs:
         answer = process.call("attend", *arguments.values())
         output = np.asarray(answer["output"], float)
-        scores, values = (
-            np.asarray(arguments["scores"]),
-            np.asarray(arguments["values"]),
-        )
+        scores = np.asarray(arguments["scores"])
+        values = np.asarray(arguments["values"])
         is_seen = np.isfinite(scores)
         largest = np.max(scores, axis=1, keepdims=True)
         shift = np.where(np.isfinite(largest), largest, 0.0)
         weights = np.where(is_seen, np.exp(scores - shift), 0.0)
         total = weights.sum(axis=1, keepdims=True)
         expected = weights @ values / np.where(total > 0, total, 1.0)
-        setting = f"With scores {_short(scores)} and blocks {arguments['parts']}"
+        parts = [*arguments["parts"]]
+        lessons = {
+            "Subtract the running maximum before the exponential.": shift.max() > 700,
+            "While all keys are masked the maximum is -inf, and -inf - -inf is NaN.": (
+                not is_seen.all()
+            ),
+            "When the maximum grows, the old sums are multiplied by exp(old - new).": (
+                max(map(len, parts)) > 1
+            ),
+            "Both states are brought to the larger maximum before they are added.": (
+                len(parts) > 1
+            ),
+        }
+        setting = f"With scores {_short(scores)} and the blocks of each part {parts}"
         if output.shape != expected.shape:
             return (
                 f"{setting}, the output has shape {output.shape}, not {expected.shape}"
@@ -56,6 +67,7 @@ def check_outputs(process: Any, inputs: list[dict[str, Any]], why: str) -> str:
         wrong = ~(error <= 1e-9 * (1 + np.abs(expected)))
         if wrong.any():
             row, column = np.argwhere(wrong)[0]
+            why = " ".join(x for x, applies in lessons.items() if applies)
             return (
                 f"{setting}, output[{row}, {column}] is {output[row, column]:.6g}; "
                 f"values {_short(values)} give {expected[row, column]:.6g}. {why}"

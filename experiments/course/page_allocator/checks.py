@@ -6,12 +6,12 @@ from typing import Any
 _ALLOCATORS: list[Any] = []
 
 
-def drive_create(solution: ModuleType, num_pages: int, page_size: int) -> None:
+def drive_constructor(solution: ModuleType, num_pages: int, page_size: int) -> None:
     """Creates the allocator, in the process of the solution."""
     _ALLOCATORS[:] = [solution.PageAllocator(num_pages, page_size)]
 
 
-def drive_apply(
+def drive_operation(
     solution: ModuleType, method: str, arguments: list, names: list[str]
 ) -> dict[str, Any]:
     """Calls a method; returns its result, the tables of sequences and free pages."""
@@ -23,23 +23,21 @@ def drive_apply(
     return {"result": result, "tables": tables, "num_free": allocator.num_free()}
 
 
-def check_walks(process: Any, walks: list[dict[str, Any]]) -> str:
+def check_walks(process: Any, walks: list[tuple[str, int, int]]) -> str:
     """Replays walks of operations, the shortest first, up to the first violation."""
-    for walk in walks:
-        if violation := _check_walk(process, **walk):
-            return violation
-    return ""
+    violations = (_check_walk(process, *walk) for walk in walks)
+    return next(filter(None, violations), "")
 
 
-def _check_walk(
-    process: Any, num_pages: int, page_size: int, operations: list[list[Any]]
-) -> str:
-    process.call("create", num_pages, page_size)
+def _check_walk(process: Any, operations: str, num_pages: int, page_size: int) -> str:
+    process.call("constructor", num_pages, page_size)
     script = f"PageAllocator({num_pages}, page_size={page_size})"
     memory = [[""] * page_size for _ in range(num_pages)]
     tokens: dict[str, list[str]] = {}
     tables: dict[str, list[int]] = {}
-    for method, *arguments in operations:
+    for operation in operations.split(";"):
+        method, *words = operation.split()
+        arguments: list[Any] = [int(x) if x.isdigit() else x for x in words]
         is_new = arguments[-1] not in tables if method == "fork" else True
         if method != "append" and (arguments[0] not in tables or not is_new):
             continue  # possible in a random walk
@@ -48,7 +46,10 @@ def _check_walk(
         before = tables
         names = {*tables, name} if method == "fork" else {*tables}
         names -= {name} if method == "release" else set()
-        answer = process.call("apply", method, arguments, sorted(names))
+        try:
+            answer = process.call("operation", method, arguments, sorted(names))
+        except ValueError as error:  # without an answer
+            return f"After {script}: {error}"
         tables = answer["tables"]
         free = answer["num_free"]
         violation = ""
@@ -65,8 +66,13 @@ def _check_walk(
                 )
         else:
             del tokens[name]
-        if not violation:
-            violation = _check_state(tables, tokens, memory, free, page_size)
+        for other in before.keys() & tables.keys() - {name}:
+            if not violation and tables[other] != before[other]:
+                violation = (
+                    f"the table of {other!r} was {before[other]} and is now "
+                    f"{tables[other]}: do two sequences share one list?"
+                )
+        violation = violation or _check_state(tables, tokens, memory, free, page_size)
         if violation:
             return f"After {script}: {violation}."
     return ""
@@ -89,7 +95,7 @@ def _check_append(
     must_copy = bool(length % page_size and sharers)
     num_new = -(-(length + num_tokens) // page_size) - len(old) + must_copy
     num_free = len(memory) - len({page for table in before.values() for page in table})
-    needs = f"{num_new} new pages are needed (copies included) and {num_free} are free"
+    needs = f"the new pages needed, copies included, are {num_new} of {num_free} free"
     if num_new > num_free:
         if copies is not None:
             return f"append returned {copies}, but {needs}: it must return None"
@@ -104,12 +110,16 @@ def _check_append(
         return f"append returned None, but {needs}"
     table = answer["tables"][name]
     if len(table) != len(old) + num_new - must_copy:
-        return f"{name!r} has {length + num_tokens} tokens, and its table is {table}"
+        return (
+            f"{name!r} has {length + num_tokens} tokens, {page_size} to a page, and "
+            f"its table is {table}"
+        )
     if must_copy and (len(copies) != 1 or copies[0][0] != old[-1]):
         return (
-            f"token {length} of {name!r} belongs on page {old[-1]}, which {sharers} "
-            f"hold too, and append returned the copies {copies}: a shared page must be "
-            "copied before it is written (copy-on-write)"
+            f"token {length} of {name!r} belongs on page {old[-1]}, which "
+            f"{' and '.join(sharers)} holds too, and append returned the copies "
+            f"{copies}: a shared page must be copied before it is written "
+            "(copy-on-write)"
         )
     if copies and not must_copy:
         return f"append copies {copies}, but no other sequence holds a written page"
@@ -131,6 +141,9 @@ def _check_state(
     page_size: int,
 ) -> str:
     """Checks that the memory has the tokens of all sequences, and counts pages."""
+    held = {page for table in tables.values() for page in table}
+    if not held <= {*range(len(memory))}:
+        return f"the tables are {tables}, but the pages are 0 to {len(memory) - 1}"
     for name, content in tokens.items():
         for position, token in enumerate(content):
             page = tables[name][position // page_size]
@@ -139,10 +152,10 @@ def _check_state(
                     f"page {page}, which holds {token} for {name!r}, contains {stored}:"
                     " the page was written or reused while a sequence held it"
                 )
-    held = {page for table in tables.values() for page in table}
     if num_free != len(memory) - len(held):
         return (
             f"the tables {tables} hold {len(held)} of {len(memory)} pages, so "
-            f"{len(memory) - len(held)} are free, but num_free() returns {num_free}"
+            f"{len(memory) - len(held)} are free, but num_free() returns {num_free}: a "
+            "page is free if and only if no table names it"
         )
     return ""
