@@ -338,7 +338,7 @@ def test_the_registry_lists_every_experiment_in_order() -> None:
 
 
 def test_no_product_command_is_defined_in_the_laboratory() -> None:
-    laboratory = {"demo", "list", "run", "bench", "claims", "course"}
+    laboratory = {"demo", "list", "run", "bench", "claims", "course", "records"}
     homes = {name: x.function.partition(".")[0] for name, x in COMMANDS.items()}
     assert {x for x, home in homes.items() if home == "experiments"} == laboratory
     for entry in COMMANDS.values():
