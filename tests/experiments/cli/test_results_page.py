@@ -91,6 +91,13 @@ def test_the_first_line_counts_claims_by_kind(jaxkv: Command) -> None:
     assert out.splitlines()[-1].startswith("Reproductions (17): 14 hold")
 
 
+def test_failing_claims_have_a_cause() -> None:
+    failing = [x for listed in recorded().values() for x in listed]
+    failing = [x for x in failing if x.verdict == "fails"]
+    assert len(failing) > 20
+    assert [x.claim for x in failing if not x.cause] == []
+
+
 def test_kinds_of_claims_match_their_sources() -> None:
     """A published number is not a check, and is judged once."""
     for folder, claims in recorded().items():
