@@ -1,15 +1,17 @@
 """Records: a list with age and verification, and their remaking in pieces.
 
 A record is remade by the code of a clean commit in a process of its own, into a folder
-next to its log, and replaces the old record when it is complete. A call that reaches
-its time limit pauses the process, and the next call continues it, so that no experiment
-needs checkpoints. A record whose numbers are times is never paused.
+next to its log, and replaces the old record, with its row of the table, when it is
+complete. A call that reaches its time limit pauses the process, and the next call
+continues it, so that no experiment needs checkpoints. A record whose numbers are times
+is never paused.
 """
 
 import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -378,9 +380,21 @@ class _Remaking:
         report = render_report(experiment.question, run.config, run.env, run.parts)
         files.write_atomically(self._folder / "report.md", report)
         replace_run(shipped, self._folder)
+        _update_row(RECORDS / "README.md", name, env)
         equal = f"{len(differing)} arrays differ" if differing else "equal arrays"
         verdicts = f"; verdicts: {'; '.join(changed)}" if changed else ""
         return f"{name}: {env['duration_s']:.0f} s, {equal}{verdicts}"
+
+
+def _update_row(page: Path, name: str, env: dict[str, Any]) -> None:
+    """Writes date, commit and seconds of a record into its row of the table."""
+    row = re.compile(rf"^(\| \[{name}\]\(.*?\) \| `.*?` \|).*$", re.MULTILINE)
+    duration_s = env["duration_s"]
+    seconds = f"{duration_s:,.0f}" if duration_s >= 10 else f"{duration_s:.1f}"
+    is_dirty = "+" * env["commit"].endswith("+")
+    cells = f"{env['started_at'][:10]} | `{env['commit'][:8]}{is_dirty}` | {seconds} |"
+    text = row.sub(lambda match: f"{match[1]} {cells}", files.read_text(page))
+    files.write_atomically(page, text)
 
 
 def _process_state(pid: int) -> str:
