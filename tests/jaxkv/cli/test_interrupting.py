@@ -112,15 +112,9 @@ def test_ctrl_c_during_compilation_leaves_a_complete_folder(
     names = {path.name for path in out.iterdir()}
     panels = {name for name in names if re.fullmatch(r"figure-\d\.(svg|png)", name)}
     assert len(panels) >= 4
-    assert names - panels == {*run_folder.FILES} - {
-        "runs.jsonl",
-        "fit.json",
-        "policy.json",
-        "prediction.json",
-        "predictions.csv",
-        "schedule.csv",
-        "server.json",
-        "sweep.json",
+    assert names - panels == {
+        *("config.json", "env.json", "result.npz", "claims.json", "report.md"),
+        *("figure.svg", "figure.png", "figure.csv"),
     }
 
 
