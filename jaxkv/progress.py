@@ -40,7 +40,7 @@ class Progress(Protocol):
         """Replaces the text below the bars."""
         ...
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Mapping[str, int | float]) -> None:
         """Records the numbers of a step, such as a loss; does not change the work."""
         ...
 
@@ -63,7 +63,7 @@ class Quiet:
     def show(self, content: str) -> None:
         """Ignores the text."""
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Mapping[str, int | float]) -> None:
         """Ignores the numbers."""
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
-type StepLog = Callable[[int, Mapping[str, float]], None]
+type StepLog = Callable[[int, Mapping[str, int | float]], None]
 """Takes a step and its numbers by name."""
 
 STEPS_FILE = "steps.jsonl"
@@ -46,7 +46,7 @@ def open_step_log(kind: str | None, folder: Path) -> Generator[StepLog]:
                 writer = module.SummaryWriter(str(folder / "tensorboard"))
                 closing.callback(writer.close)
 
-                def add(step: int, numbers: Mapping[str, float]) -> None:
+                def add(step: int, numbers: Mapping[str, int | float]) -> None:
                     for name, value in numbers.items():
                         writer.add_scalar(name, value, step)
 

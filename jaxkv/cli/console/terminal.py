@@ -114,7 +114,7 @@ class Terminal:
         self._is_left.set()
         self._exits.close()
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Mapping[str, int | float]) -> None:
         """Records the numbers of a step."""
         self._log(step, numbers)
 

@@ -247,7 +247,7 @@ def test_a_run_in_memory_is_the_one_on_disk(
     logged: list[dict] = []
 
     class Logging(Quiet):
-        def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        def log(self, step: int, numbers: Mapping[str, int | float]) -> None:
             logged.append({"step": step, **numbers})
 
     in_memory = train_in_memory(config, corpus, progress=Logging())
