@@ -150,7 +150,7 @@ def run_model_folder(out: Path, run_id: str) -> Path:
     return Path(out) / MODELS_FOLDER / run_id
 
 
-def _numbers(record: Mapping[str, object]) -> dict[str, float]:
+def _numbers(record: Mapping[str, object]) -> dict[str, int | float]:
     """Returns the numbers of a record, by column."""
     return {name: x for name, x in record.items() if isinstance(x, int | float)}
 

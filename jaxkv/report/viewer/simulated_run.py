@@ -51,6 +51,8 @@ def record_simulation(
             "swapping"
         )
 
+    member = jax.tree.map(jnp.asarray, member)  # its numbers may be NumPy's
+
     def advance(state: Simulation, _: None) -> tuple[Simulation, Any]:
         state, info = simulate_step(state, **member._asdict(), head=head)
         slots = state.ledger.slots
