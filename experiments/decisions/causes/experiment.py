@@ -231,13 +231,13 @@ def _prefill_factor(config: Config, progress: lab.Progress) -> dict[float, list[
             for name in names.get(role, ["attained_first", "attained_gap"])
         )
 
-    printed = PRINTED[EXAMPLE]["prefill, requests/s"][0]
+    printed_rate = PRINTED[EXAMPLE]["prefill, requests/s"][0]
     first = [rates(1.0, role) for role in ("prefill", "decode", "both")]
     low = 1.0
     high = 4.0
     for _ in range(6):
         middle = (low + high) / 2
-        is_faster = rates(middle, "prefill") > printed
+        is_faster = rates(middle, "prefill") > printed_rate
         low = middle if is_faster else low
         high = high if is_faster else middle
     factor = (low + high) / 2

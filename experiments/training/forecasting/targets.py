@@ -64,16 +64,18 @@ class TargetsResult(lab.ResultRecord):
     scores: ForecastScores = lab.column("scores of all forecasts")
 
 
-def check_chain(protocol: ladder.Protocol, made: ladder.LadderResult) -> dict[str, Any]:
+def check_chain(
+    protocol: ladder.Protocol, ladder_result: ladder.LadderResult
+) -> dict[str, Any]:
     """Returns the forecast of a ladder whose hashes are right.
 
     Raises:
       ValueError: the protocol or the runs are not those of the forecast.
     """
-    document = json.loads(made.forecast)
+    document = json.loads(ladder_result.forecast)
     for name, digest in (
         ("protocol_sha256", protocol.sha256),
-        ("runs_sha256", ladder.sha256(made.runs)),
+        ("runs_sha256", ladder.sha256(ladder_result.runs)),
     ):
         if document[name] != digest:
             raise ValueError(
@@ -86,8 +88,8 @@ def run(config: TargetsConfig, progress: lab.Progress = lab.QUIET) -> TargetsRes
     """Trains the targets of a ladder and scores its forecast."""
     protocol = ladder.read_protocol(config.protocol)
     experiment = Experiment("forecasting", "", (ladder.LADDER,))
-    made = lab.read_run(Path(config.ladder), experiment).result
-    document = check_chain(protocol, made)
+    ladder_result = lab.read_run(Path(config.ladder), experiment).result
+    document = check_chain(protocol, ladder_result)
     seeds = protocol.fields["target_seeds"]
     jobs = [(target, seed) for target in document["targets"] for seed in seeds]
     rows = []
@@ -99,10 +101,10 @@ def run(config: TargetsConfig, progress: lab.Progress = lab.QUIET) -> TargetsRes
         rows.append((*place, score.loss, score.loss_se))
     runs = TargetRuns.of(rows)
     chain = {x: document[x] for x in ("protocol_sha256", "runs_sha256")}
-    chain["forecast_sha256"] = ladder.sha256(made.forecast)
+    chain["forecast_sha256"] = ladder.sha256(ladder_result.forecast)
     chain["targets_sha256"] = ladder.sha256(lab.dumps([*map(str, rows)]))
     return TargetsResult(
-        forecast=made.forecast,
+        forecast=ladder_result.forecast,
         chain=lab.dumps(chain),
         runs=runs,
         scores=score_targets(document, runs, protocol.fields["level"]),
@@ -188,11 +190,17 @@ def claims(result: TargetsResult) -> Iterator[lab.MeasuredValue]:
     law = next(iter(document["targets"][0]["quantiles"]))
     for corpus, truth, group in _groups(result):
         crps = {x: group.where(method=x).crps.mean() for x in group.distinct("method")}
-        own = group.where(method=law)
-        words: dict[str, Any] = {"corpus": corpus, "truth": truth, "num": len(own)}
+        law_scores = group.where(method=law)
+        words: dict[str, Any] = {
+            "corpus": corpus,
+            "truth": truth,
+            "num": len(law_scores),
+        }
         for rival in crps.keys() - {law}:
             yield lab.measured("skill", crps[law] / crps[rival], rival=rival, **words)
-        yield lab.measured("forecast_covers", float(own.is_covered.mean()), **words)
+        yield lab.measured(
+            "forecast_covers", float(law_scores.is_covered.mean()), **words
+        )
 
 
 def plot(axes: np.ndarray, result: TargetsResult) -> None:
