@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import jaxkv
-from experiments.cli import records
+from experiments.cli import record_list, remaking
 from tests.support.commands import Command, assert_refused, document
-from tests.support.folders import ROOT
+from tests.support.folders import RECORDS, ROOT
 
 
 def test_all_records_are_listed_with_age_and_doubt(jaxkv: Command) -> None:
     rows = document(jaxkv, "records")["records"]
-    paths = records.RECORDS.glob("*/env.json")
+    paths = RECORDS.glob("*/env.json")
     assert [row["name"] for row in rows] == sorted(path.parent.name for path in paths)
     for row in rows:
         assert row["seconds"] >= 0
@@ -49,7 +49,7 @@ def test_all_records_are_listed_with_age_and_doubt(jaxkv: Command) -> None:
 def test_a_record_is_unverified_for_one_reason(
     env: dict[str, Any], is_timed: bool, age: int | None, doubt: str
 ) -> None:
-    record = records.Record("name", env, is_timed, age)
+    record = record_list.Record("name", env, is_timed, age)
     assert record.doubt(best_s=0.02) == doubt
 
 
@@ -63,17 +63,17 @@ def test_results_are_compared_by_arrays_and_verdicts(tmp_path: Path) -> None:
         claims = [{"claim": "it falls", "verdict": verdict}]
         (folder / "claims.json").write_text(json.dumps(claims), "utf-8")
     folders = tmp_path / "old", tmp_path / "new"
-    assert records._differing_arrays(*folders) == {"loss": 0.5, "rate": 0.5}
-    assert records._differing_arrays(tmp_path / "old", tmp_path / "old") == {}
-    assert records._changed_verdicts(*folders) == ["it falls: holds, now fails"]
+    assert remaking._differing_arrays(*folders) == {"loss": 0.5, "rate": 0.5}
+    assert remaking._differing_arrays(tmp_path / "old", tmp_path / "old") == {}
+    assert remaking._changed_verdicts(*folders) == ["it falls: holds, now fails"]
 
 
 def test_a_row_of_the_table_has_the_new_run(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
-    shutil.copy(records.RECORDS / "README.md", page)
+    shutil.copy(RECORDS / "README.md", page)
     before = page.read_text("utf-8").splitlines()
     env = {"started_at": "2027-01-02T03", "commit": "0123456789", "duration_s": 1234.5}
-    records._update_row(page, "demo", env)
+    remaking._update_row(page, "demo", env)
     after = page.read_text("utf-8").splitlines()
     [changed] = [new for old, new in zip(before, after, strict=True) if old != new]
     assert changed == (
@@ -92,12 +92,12 @@ def test_a_process_does_not_run_while_it_is_paused(tmp_path: Path) -> None:
     try:
         while not log.stat().st_size:
             pass
-        process = records._Process(child.pid)
+        process = remaking._Process(child.pid)
         process.pause()
-        while records._process_state(child.pid) != "T":
+        while remaking._process_state(child.pid) != "T":
             pass
         size = log.stat().st_size
-        assert records._is_running(child.pid)
+        assert remaking._is_running(child.pid)
         process.continue_()
         while log.stat().st_size == size:
             pass
@@ -105,7 +105,7 @@ def test_a_process_does_not_run_while_it_is_paused(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
-    assert not records._is_running(child.pid)
+    assert not remaking._is_running(child.pid)
 
 
 def test_unknown_records_and_commits_are_refused(jaxkv: Command) -> None:
@@ -123,7 +123,7 @@ def test_the_artifact_page_has_the_verdicts_of_the_records() -> None:
     assert len(rows) > 5
     for name, command, counts in rows:
         assert command == f"records --make {name}"
-        claims = json.loads((records.RECORDS / name / "claims.json").read_text("utf-8"))
+        claims = json.loads((RECORDS / name / "claims.json").read_text("utf-8"))
         verdicts = [claim["verdict"] for claim in claims]
         assert counts == f"{verdicts.count('holds')}, {verdicts.count('fails')}"
 
