@@ -19,7 +19,6 @@ is the claim's id:
     note = "At {rate:g} requests/s."
     direction = "above 1"               # or "as stated": the direction of the source
     cause = "{causes} 1.6 times the step times give 134."   # shown if it fails
-    from_memory = true                  # the number was not read in the source
     at_any_size = true                  # a smoke run judges the claim as well
 
 `measured("latency", 1.6, data="ShareGPT", ...)` is a measured number with the words
@@ -190,8 +189,6 @@ class ClaimSpec(ConfigRecord):
     """Quantity that was fitted to the number of a calibrated claim."""
     fitted_rows: dict[str, str] = dataclasses.field(default_factory=dict)
     """Words of the rows that were used in the fit; empty if all rows were used."""
-    from_memory: bool = False
-    """True if the number was recalled from memory and not read in the source."""
     at_any_size: bool = False
     """True if a smoke run can judge the statement."""
 
@@ -385,10 +382,9 @@ class ClaimsFile:
             if is_other and not spec.differs:
                 raise ValueError("needs `differs`")
             low, high = published if isinstance(published, tuple) else (published, None)
-            source = spec.source.format_map(words)
             claim = judge(
                 spec.claim.format_map(words),
-                source=f"{source}; {FROM_MEMORY}" if spec.from_memory else source,
+                source=spec.source.format_map(words),
                 published=math.nan if low is None else low,
                 published_high=high,
                 ours=measurement.value,
@@ -413,10 +409,6 @@ class ClaimsFile:
             )
         except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: {measurement.id}: {error}") from None
-
-
-FROM_MEMORY = "set down from memory"
-"""Suffix of the source of a number that was not read in it."""
 
 
 class _Words(dict[str, object]):

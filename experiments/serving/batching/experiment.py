@@ -141,7 +141,6 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
         longest = swept.value[-1]
         yield lab.measured("never_slower", gain.min(), gains=gains)
         yield lab.measured("growth", np.diff(gain).min())
-        yield lab.measured("about_the_same", gain[0])
         yield lab.measured("continuous", gain[-1], longest=longest)
         yield lab.measured("paged", paged[-1] / static[-1], longest=longest)
         yield lab.measured("doubled", more.min(), pages=pages)

@@ -175,13 +175,12 @@ unit = "1"
 fitted = "Lengths follow from it."
 fitted_rows = { data = "a" }
 
-[memory]
-claim = "memory"
+[small]
+claim = "small"
 source = "they"
 kind = "reproduces"
 published = 1
 unit = "1"
-from_memory = true
 at_any_size = true
 
 [check]
@@ -244,11 +243,6 @@ def test_kinds_depend_on_rows_and_checks_remain_checks(tmp_path: Path) -> None:
     assert counts["checks"] == {"holds": 1, "fails": 0, "differs": 1}
 
 
-def test_a_number_from_memory_is_marked(tmp_path: Path) -> None:
-    [claim] = judged(tmp_path, measured("memory", 1.0))
-    assert claim.source == "they; set down from memory"
-
-
 def test_a_smoke_run_judges_only_checks(tmp_path: Path) -> None:
     rows = judged(
         tmp_path,
@@ -256,7 +250,7 @@ def test_a_smoke_run_judges_only_checks(tmp_path: Path) -> None:
         measured("fitted", 1.0, data="b"),
         measured("other", 1.5),
         measured("check", 1.0),
-        measured("memory", 1.0),
+        measured("small", 1.0),
     )
     claims = [x.at_smoke_size() for x in rows]
     verdicts = [*3 * ["not judged"], "fails", "holds"]
