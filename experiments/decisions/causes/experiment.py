@@ -291,7 +291,7 @@ def plot(axes: Any, result: Result) -> None:
             end = selected.high[0] / selected.low[0] if len(selected) else 1.0
             if end > 1:
                 ax.axvspan(1, end, color=color, alpha=0.15, linewidth=0)
-        lab.draw_reference_line(ax, 1, "published", along="y")
+        lab.draw_reference_line(ax, 1, "published = 1", along="y")
         ax.set_yticks(range(len(names)), names)
         title = EXAMPLE if figure == EXAMPLE else f"figure {figure}"
         lab.set_labels(ax, title, "simulated / published [ratio]", "")
