@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ import pytest
 
 import jaxkv
 from tests.support import pages
+from tests.support.browser import browse
 from tests.support.folders import ROOT
 
 DOCS = ROOT / "docs"
@@ -41,17 +41,18 @@ SLOW = {
     "tutorials/kv_layout.md",
     "tutorials/kv_memory.md",
     "tutorials/ladder.md",
+    "tutorials/model_family.md",
     "tutorials/policy_to_server.md",
     "tutorials/replay_an_incident.md",
     "tutorials/reward.md",
     "tutorials/see_a_run.md",
     "tutorials/snapshots.md",
     "tutorials/speculation.md",
+    "tutorials/train_and_serve.md",
 }
 """Pages whose programs are slow."""
 PACKAGES = {"jaxkv", "pallas_kernels", "scaling", "experiments"}
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 CHECKED_PAGES = """index ten_minutes figures faq support records gallery/copy_on_write
 tutorials/policy tutorials/policy_notebook topics/policy_optimisation topics/kv_eviction
 api/index api/jaxkv jaxkv/serving/engine.py"""
@@ -386,18 +387,6 @@ def test_the_search_works_from_the_file_system(site, built_pages):
             assert [(path.parent / x).resolve() for x in shims] == [
                 site / "iframe-worker.js"
             ]
-
-
-def browse(address: str, profile: Path, *flags: str) -> str:
-    """Returns the document that Chromium shows, without errors of its scripts."""
-    if BROWSER is None:
-        pytest.skip("no Chromium on PATH")
-    flags += "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"
-    flags += "--virtual-time-budget=120000", "--enable-logging=stderr"
-    words = [BROWSER, *flags, f"--user-data-dir={profile}", address]
-    shown = subprocess.run(words, capture_output=True, text=True, timeout=500)
-    assert not [x for x in shown.stderr.splitlines() if "CONSOLE" in x]
-    return shown.stdout
 
 
 @pytest.mark.thorough

@@ -7,8 +7,6 @@ import functools
 import html
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -33,6 +31,7 @@ from jaxkv.report.viewer import (
 from jaxkv.serving.outputs import RequestPrompt, Trace, TraceCall
 from jaxkv.speculation import NGram, SharedNoiseVerifier
 from tests.support import engines
+from tests.support.browser import browse
 from tests.support.commands import assert_refused, command, document
 from tests.support.folders import ROOT
 
@@ -48,7 +47,6 @@ TRACE = TRACE._replace(
 NUM = TRACE.num_steps
 START_S = TRACE.start_s - TRACE.start_s[0]
 TYPES = {"i1": np.int8, "i2": np.int16, "i4": np.int32}
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def table_counts(trace: RunTrace, step: int) -> collections.Counter[int]:
@@ -459,7 +457,6 @@ def contrast(ink: str, ground: str) -> float:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 def test_a_browser_shows_the_numbers_of_the_traces(tmp_path: Path) -> None:
     second = RUNS["token_trees"]
     tree_step = int(np.argmax((second.num_drafts > 0).any(1)))
@@ -467,17 +464,8 @@ def test_a_browser_shows_the_numbers_of_the_traces(tmp_path: Path) -> None:
     script = f"<script>{SCRIPT.replace('TREE_STEP', str(tree_step))}</script>"
     path = tmp_path / "run.html"
     path.write_text(content.replace("</body>", script + "</body>"), encoding="utf-8")
-    assert BROWSER is not None
-    flags = "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"
-    words = [BROWSER, *flags, f"--user-data-dir={tmp_path / 'profile'}"]
-    result = subprocess.run(
-        [*words, "--window-size=1280,720", path.as_uri()],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    log = json.loads(html.unescape(re.findall("<pre>(.*)</pre>", result.stdout)[0]))
+    shown = browse(path.as_uri(), tmp_path / "profile", "--window-size=1280,720")
+    log = json.loads(html.unescape(re.findall("<pre>(.*)</pre>", shown)[0]))
     assert log["title"] == "<i>"
     for step, views in zip((0, 67, 144), log["steps"], strict=True):
         for trace, view in zip((TRACE, second), views, strict=True):
