@@ -86,11 +86,8 @@ def test_score_has_the_same_bits_with_the_runs_of_an_engine(
     np.testing.assert_array_equal(short[:, :-1], scores)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "load",
-    [*(pytest.param(x, marks=pytest.mark.slow) for x in LOADS[1:-1]), LOADS[-1]],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("load", LOADS[1:])
 def test_the_order_of_requests_changes_no_bit(load: str) -> None:
     params = params_of(DENSE)
     counts = count_different(shared_engine(), DENSE, params, load=load)
@@ -102,16 +99,16 @@ def test_the_order_of_requests_changes_no_bit(load: str) -> None:
 @pytest.mark.parametrize(
     ("family", "dtype", "setup"),
     [
-        ("dense", "bfloat16", setup_of("large pages", num_pages=6)),
         (
             "latent",
             "float32",
             setup_of("swap", max_drafts=2)._replace(method="ngram"),
         ),
-        ("window", "bfloat16", SETUP),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("dense", "bfloat16", setup_of("large pages", num_pages=6)),
+                ("window", "bfloat16", SETUP),
                 ("dense", "float32", SETUPS["swap"]),
                 (
                     "dense",

@@ -18,6 +18,7 @@ QUICK = {"bench_fit", "cost_check"}
 """Experiments whose smoke run takes a few seconds."""
 SLOW = {
     *("agents", "batching", "bench_decode", "bench_device", "bench_kernels"),
+    *("bench_start", "public_forecasts", "total_cost"),
     *("bench_simulate", "bundled_heads", "calibration", "causes", "chatbot"),
     "chunked_prefill",
     "counterfactual",

@@ -189,7 +189,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_peers_answer_from_separate_processes(
     few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

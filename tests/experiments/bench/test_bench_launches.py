@@ -37,7 +37,7 @@ def assert_below_the_bars(name: str, result: Launches) -> None:
 
 
 @needs_compiler
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_launch_counts_do_not_exceed_the_bars() -> None:
     result = smoke.run("bench_launches").result
     assert_below_the_bars("smoke", result)

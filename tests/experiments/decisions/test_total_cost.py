@@ -20,7 +20,7 @@ def result() -> Result:
     return smoke.run("total_cost").result
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_claims_are_recomputed_from_the_tables(result: Result) -> None:
     measured = smoke.measured_values(experiment.claims(result))
     powers = TwoPowers(*result.powers)

@@ -18,7 +18,7 @@ from tests.support import smoke
 from tests.support.mutation import replace
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_smoke_measures_every_shape() -> None:
     config = CONFIGS["smoke"]
     result = smoke.run("page_size").result

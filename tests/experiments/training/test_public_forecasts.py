@@ -127,7 +127,7 @@ def test_splits_without_their_table_are_skipped(tmp_path: Path) -> None:
     assert smoke.draw(experiment.STUDY, result)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_record_is_that_of_the_public_tables() -> None:
     folder = traces.find(f"losses2026/{splits.LADDER}").parent
     result = experiment.run(experiment.Config(folder=str(folder)))

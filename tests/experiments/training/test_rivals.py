@@ -24,7 +24,7 @@ from tests.support.impatience import Stopping
 (STUDY,) = load_experiment("rivals").studies
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_smoke_runs_to_a_verdict() -> None:
     config = STUDY.configs["smoke"]
     result = smoke.run("rivals").result

@@ -225,7 +225,7 @@ SLOW = """if True:
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_sigterm_acts_like_ctrl_c(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start("run", "lecture_numbers", "--out", str(out), code=PATIENT)

@@ -154,21 +154,20 @@ INT = signal.SIGINT
 TERM = signal.SIGTERM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "sent", "statuses"),
     [
         # A process without a signal has the status of the other one.
-        pytest.param("curve.jsonl", [(1, INT)], (130, 130), marks=pytest.mark.thorough),
-        pytest.param("curve.jsonl", [(1, TERM)], (143, 143), marks=pytest.mark.slow),
-        pytest.param("curve.jsonl", [(0, TERM)], (143, 143), marks=pytest.mark.slow),
+        ("curve.jsonl", [(1, INT)], (130, 130)),
+        ("curve.jsonl", [(1, TERM)], (143, 143)),
+        ("curve.jsonl", [(0, TERM)], (143, 143)),
         # At different times, with different statuses.
-        pytest.param(
-            "curve.jsonl", [(1, INT), (0, TERM)], (143, 130), marks=pytest.mark.slow
-        ),
+        ("curve.jsonl", [(1, INT), (0, TERM)], (143, 130)),
         # While it compiles, and while it saves.
-        pytest.param("config.json", [(1, INT)], (130, 130), marks=pytest.mark.slow),
-        pytest.param("checkpoints/.5*", [(1, INT)], (130, 130), marks=pytest.mark.slow),
-        pytest.param("checkpoints/.5*", [(0, INT)], (130, 130), marks=pytest.mark.slow),
+        ("config.json", [(1, INT)], (130, 130)),
+        ("checkpoints/.5*", [(1, INT)], (130, 130)),
+        ("checkpoints/.5*", [(0, INT)], (130, 130)),
     ],
 )
 def test_a_signal_to_any_process_stops_all_with_a_checkpoint(

@@ -231,12 +231,9 @@ def shortest():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(["mine.py:shortest"], marks=pytest.mark.thorough),
-        pytest.param([None, "mine.py:shortest", "mine.json"], marks=pytest.mark.slow),
-    ],
+    "names", [["mine.py:shortest"], [None, "mine.py:shortest", "mine.json"]]
 )
 @pytest.mark.skipif(not HAS_EXTRA, reason="needs the extra 'serve'")
 def test_a_policy_file_changes_the_order_and_no_answer(

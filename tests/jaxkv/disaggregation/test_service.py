@@ -33,7 +33,7 @@ from tests.support.disaggregated import ENGINE, draw_prompts, until, wanted, wor
 from tests.support.folders import ROOT, TOKENIZED
 
 pytestmark = [
-    pytest.mark.thorough,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="needs the extra jaxkv[ray]"
     ),
@@ -86,7 +86,6 @@ def test_requests_end_by_cancellation_and_deadline(service: Service) -> None:
     until(lambda: service.status()["running"] == 0)
 
 
-@pytest.mark.slow
 def test_memory_and_descriptors_do_not_grow(service: Service) -> None:
     pids = [service.pid, *(x["pid"] for x in workers(service))]
     prompts = draw_prompts(6, 100)
@@ -118,7 +117,6 @@ def test_a_killed_worker_only_costs_time(service: Service, role: str) -> None:
     assert dead["pid"] not in [x["pid"] for x in workers(service)]
 
 
-@pytest.mark.slow
 def test_a_router_that_was_stopped_loses_neither_requests_nor_workers(
     service: Service,
 ) -> None:
@@ -135,7 +133,6 @@ def test_a_router_that_was_stopped_loses_neither_requests_nor_workers(
     assert {x["pid"] for x in workers(service)} == pids
 
 
-@pytest.mark.slow
 def test_workers_join_restart_and_leave(service: Service) -> None:
     spec = WorkerSpec(role="decode", folder=str(TOKENIZED), engine=ENGINE)
     name = service.add_worker(spec)
@@ -248,7 +245,6 @@ print("inside", list_named_actors(all_namespaces=True))
 """
 
 
-@pytest.mark.slow
 def test_requests_without_the_token_get_no_answer(service: Service) -> None:
     command = [sys.executable, "-c", TRY_WITHOUT_TOKEN]
     command += [service.info["head"], service.info["service"]]
@@ -298,7 +294,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_no_process_is_left_after_the_users_process_is_killed() -> None:
     command = [sys.executable, "-c", ENDLESS, str(TOKENIZED), repr(ENGINE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as user:
@@ -316,7 +311,6 @@ def test_no_process_is_left_after_the_users_process_is_killed() -> None:
     until(lambda: not Path(scratch).exists())
 
 
-@pytest.mark.slow
 def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     page = (ROOT / "jaxkv/disaggregation/README.md").read_text("utf-8")
     program = page.partition("```python\n")[2].partition("```")[0]
@@ -365,7 +359,6 @@ def test_services_that_cannot_start_are_refused() -> None:
         Service(TOKENIZED, address="x:1")
 
 
-@pytest.mark.slow
 def test_a_lost_head_ends_in_one_clear_error(service: Service) -> None:
     """The last test of the module, whose cluster it ends."""
     scratch = Path(service._scratch)

@@ -141,7 +141,7 @@ def test_two_workers_answer_as_one_engine() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_engine_that_fails_ends_its_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

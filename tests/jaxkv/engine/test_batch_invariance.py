@@ -63,13 +63,8 @@ def test_no_bit_depends_on_the_batch(
         assert sum(times > 20 for times in num_preempted.values()) >= 3
 
 
-@pytest.mark.parametrize(
-    "budgets",
-    [
-        pytest.param((128, 64), marks=pytest.mark.thorough),
-        pytest.param((128, 32, 65, 100, 192), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("budgets", [(128, 64), (128, 32, 65, 100, 192)])
 def test_no_bit_depends_on_the_token_budget(budgets: tuple[int, ...]) -> None:
     """One tile of rows, part of one, and several, of the bundled model."""
     prompts = ["def read_lines(path):\n", "class Stack:\n    def push(", "import os\n"]
@@ -88,7 +83,7 @@ def test_no_bit_depends_on_the_token_budget(budgets: tuple[int, ...]) -> None:
     assert all(other == scores[0] for other in scores), scores
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_workloads_share_what_they_should() -> None:
     num_answers = num_cached = 0
     for seed in range(6):

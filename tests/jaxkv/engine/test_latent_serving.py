@@ -150,7 +150,7 @@ def test_8_bits_are_kept_by_every_operation(kind: Any) -> None:
     assert sum(outcome.num_cached for outcome in run.outcomes.values()) > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_bit_depends_on_the_batch() -> None:
     weights = latent_models.params()
     first = {}

@@ -135,17 +135,8 @@ def test_beams_continue_from_the_states_of_their_parents() -> None:
             assert outcome.score == pytest.approx(total / len(outcome.tokens), abs=1e-4)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "gdn",
-        pytest.param("kda", marks=SLOW),
-        pytest.param("mamba2", marks=SLOW),
-        pytest.param("single", marks=SLOW),
-        pytest.param("conv", marks=SLOW),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gdn", "kda", "mamba2", "single", "conv"])
 def test_no_bit_depends_on_batch_chunks_hits_and_preemptions(kind: str) -> None:
     model = model_of(kind)
     weights = engines.params(model)

@@ -275,7 +275,7 @@ def test_hits_in_a_chat_equal_the_model() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "chunk_size", [pytest.param(None, marks=pytest.mark.slow), 50, 20]
+    "chunk_size", [*(pytest.param(x, marks=pytest.mark.slow) for x in (None, 50)), 20]
 )
 def test_concurrent_equal_prompts_equal_the_model(
     chunk_size: int | None,

@@ -87,7 +87,7 @@ def short_intervals() -> Iterator[None]:
         yield
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_replay_has_the_tokens_of_the_server(tmp_path: Path) -> None:
     incidents = record(tmp_path, keep_prompts=True)
     assert incidents

@@ -209,7 +209,7 @@ def test_an_engine_interrupted_during_host_swap_continues(
     assert interrupt(engine, "copy", 24, expected, swaps) >= 20
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ctrl_c_at_any_time(engine: jaxkv.Engine, expected: dict) -> None:
     # Real signals at random times, about half of them inside JAX.
     rng = np.random.default_rng(0)

@@ -71,7 +71,7 @@ def test_planted_holes_are_found(
     assert f"load {report.fault.load.seed}, reduced to:" in text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_policy_without_a_hole_holds_until_engine_or_tokens_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

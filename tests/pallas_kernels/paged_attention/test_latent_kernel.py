@@ -209,19 +209,15 @@ def test_it_lowers_for_a_gpu() -> None:
     jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unavailable_reason() is not None, reason="no compiler for GPUs")
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param(dict(page_size=64, group=128), marks=pytest.mark.thorough),
-        *(
-            pytest.param(sizes, marks=pytest.mark.slow)
-            for sizes in (
-                *(dict(page_size=size, group=16) for size in (16, 32, 128, 256)),
-                dict(page_size=16, group=64, dtype="float16"),
-                dict(page_size=64, group=16, columns=64, softcap=30.0, alibi=True),
-            )
-        ),
+        dict(page_size=64, group=128),
+        *(dict(page_size=size, group=16) for size in (16, 32, 128, 256)),
+        dict(page_size=16, group=64, dtype="float16"),
+        dict(page_size=64, group=16, columns=64, softcap=30.0, alibi=True),
     ],
     ids=str,
 )

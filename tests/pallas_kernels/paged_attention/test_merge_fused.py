@@ -233,16 +233,16 @@ def test_the_number_of_launches(features: dict[str, Any], launches: int) -> None
     assert lowered.as_text().count("custom_call @mosaic_gpu") == launches
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 @pytest.mark.parametrize(
     "features",
     [
         dict(group=4, head_dim=128),
-        pytest.param(dict(group=1, head_dim=64), marks=pytest.mark.slow),
-        pytest.param(dict(group=8, head_dim=256), marks=pytest.mark.slow),
-        pytest.param(dict(group=2, head_dim=256), marks=pytest.mark.slow),
-        pytest.param(dict(group=2, head_dim=128, softcap=50.0), marks=pytest.mark.slow),
+        dict(group=1, head_dim=64),
+        dict(group=8, head_dim=256),
+        dict(group=2, head_dim=256),
+        dict(group=2, head_dim=128, softcap=50.0),
     ],
     ids=str,
 )

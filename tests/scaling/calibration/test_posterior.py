@@ -68,7 +68,7 @@ def stages_with(
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_steady_state_is_near_the_simulation() -> None:
     deviations = np.zeros((1, len(PRIOR)))
     for stage in stages_with(deviations[0], rates=(5.0,))[:1]:

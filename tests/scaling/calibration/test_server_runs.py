@@ -58,7 +58,7 @@ def load_at(rate: float, num: int, *, answer: int = 11, window_s: float = 3.0):
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_loads_of_one_program_are_independent() -> None:
     """Two loads and two draws in one call, against a call for each load."""
     loads = [load_at(4.0, 20), load_at(50.0, 250)]

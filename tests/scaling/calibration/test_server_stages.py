@@ -114,7 +114,7 @@ def test_poisson_arrivals_have_the_rate() -> None:
     assert load.is_measured.sum() == pytest.approx(2000, abs=5 * 2000**0.5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_warm_up_is_longer_than_an_answer() -> None:
     """Fewer requests run in the first seconds of a load with long answers."""
     stage = dataclasses.replace(FIRST, answer_tokens=1500, rate_per_s=1.0)

@@ -175,7 +175,7 @@ def test_published_coefficients_come_out_of_published_runs() -> None:
     assert fit_report["frontiers"] == []
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_several_laws_are_fitted_and_tabulated(sweep: Path) -> None:
     config = FitConfig(
         log=str(sweep),
@@ -261,7 +261,7 @@ def test_each_group_is_fitted_separately(jaxkv: Command, sweep: Path) -> None:
     assert_refused(jaxkv, "fit log.csv --by D --bootstrap 0", line)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_given_coefficients_reach_report_and_plan(jaxkv: Command, sweep: Path) -> None:
     args = (str(sweep), "--count", "non-embedding", "--bootstrap", "50", "--out", "o")
     flags = ("--fix", "E=1.6", "--bound", "alpha=0.1:0.5")

@@ -354,7 +354,7 @@ def test_a_budget_of_training_and_serving(jaxkv: Command) -> None:
     assert nothing["serving"] is None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_least_cost_of_a_loss(jaxkv: Command, fit: Path) -> None:
     Path("load.csv").write_text(
         "arrival_s,prompt_tokens,output_tokens\n0,1000,200\n1,1048,312\n2,1024,256\n"

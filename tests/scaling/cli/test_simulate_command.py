@@ -609,7 +609,7 @@ def test_invalid_tests_of_policies_are_refused(
     assert_refused(jaxkv, f"simulate {words}", line)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_each_policy_has_its_own_schedule(simulate: Command) -> None:
     args = ("llama-2-7b", "--prompt-tokens", "900", "--answer-tokens", "9")
     args += ("--rate", "30", "--duration", "4", "--warm-up", "1", "--draws", "2")

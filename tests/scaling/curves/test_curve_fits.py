@@ -125,7 +125,7 @@ def test_sizes_share_the_response_and_borrow_b() -> None:
     )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_public_curves_of_one_size_predict_those_of_another() -> None:
     log = read_curves(traces.find("losses2026/schedule_curves.csv"))
     own = ("constant_72000", "cosine_24000")

@@ -614,7 +614,7 @@ def test_the_best_optimum_of_a_collinear_set_is_found(
     assert len(fit_result.statuses) > 27
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_no_optimum_of_collinear_sets_is_missed() -> None:
     """Compares with 1,024 other starts, of which the best 128 are run to the end."""
     for seed in range(24, 29):

@@ -289,7 +289,7 @@ def test_contradicting_methods_give_a_warning() -> None:
         ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_surface_that_runs_do_not_have_is_doubted() -> None:
     def surface_doubts(change: Callable[[IsoflopGroups], np.ndarray]) -> list[str]:
         plain = spoilt_groups()

@@ -221,7 +221,7 @@ def test_sampler_and_trainer_agree_in_every_bit() -> None:
     assert info.entropy[0] != info.entropy[1]  # later draws are others
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_saved_state_continues_with_the_same_bits() -> None:
     once = jax.jit(functools.partial(policy_step, config=CONFIG))
     state = start_policy(params(), 0)

@@ -120,7 +120,7 @@ def test_models_are_widened_by_heads(config) -> None:
     assert [x.hidden_size for x in widen_model(model(8))] == [32, 64, 128, 256]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_mup_passes_and_standard_grows(config) -> None:
     corpus = open_on_device(config.corpus)
     models = [

@@ -98,7 +98,7 @@ def test_bad_options_of_a_sequence_are_refused(
     assert_refused(jaxkv, "next log --train large --budget 1", "config")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_proposed_runs_are_trained_after_the_cheapest(
     config: SweepConfig, tmp_path: Path
 ) -> None:

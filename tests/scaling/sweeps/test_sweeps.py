@@ -138,7 +138,7 @@ def test_batches_have_equal_tokens(config) -> None:
     assert steps == {40 - 16 + 16 + 8, 40}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_axes_make_the_runs_of_separate_sweeps(config, tmp_path) -> None:
     axes = dataclasses.replace(config, **AXES)
     plain = dataclasses.replace(axes, batch_sizes=(), weight_decays=(), schedules=())

@@ -80,7 +80,9 @@ def without_time(curve: list[dict]) -> list[dict]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("muon", marks=pytest.mark.slow), "adamw"]
+)
 def test_it_learns(config: TrainConfig, tmp_path: Path, kind) -> None:
     optimizer = OptimizerConfig(kind=kind)
     config = dataclasses.replace(config, optimizer=optimizer, num_steps=60)
@@ -217,7 +219,7 @@ def test_a_cooldown_branches_off_a_trunk(config: TrainConfig, tmp_path: Path) ->
     assert training.train(longer, tmp_path / "longer", start=at).status == "done"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_on_a_mesh_is_kept_whole(config: TrainConfig, tmp_path: Path) -> None:
     """A mesh resumes it bit for bit, and another layout does, too."""
     model = dataclasses.replace(MODEL, num_kv_heads=2)
