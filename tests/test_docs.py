@@ -351,7 +351,7 @@ def built_pages(site) -> dict[Path, Links]:
     return {path: Links(path) for path in sorted(site.rglob("*.html"))}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_another_host(site, built_pages):
     loaded = {
         f"{path.relative_to(site)}: {target}"
@@ -368,7 +368,7 @@ def test_the_site_loads_nothing_from_another_host(site, built_pages):
         assert 'class="mermaid"' not in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_search_works_from_the_file_system(site, built_pages):
     """Without a server, a page can load scripts, and neither JSON nor workers."""
     name, _, index = (site / "search/search_index.js").read_text().partition(" = ")
@@ -389,14 +389,14 @@ def test_the_search_works_from_the_file_system(site, built_pages):
             ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_search_in_a_browser_has_results(site, tmp_path):
     page = browse(f"{(site / 'index.html').as_uri()}?q=online+softmax", tmp_path)
     results = re.findall(r'<a href="([^"]+)" class="md-search-result__link"', page)
     assert any("topics/flash_attention.html" in x for x in results)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_pages_fit_two_widths_and_are_labelled(site, tmp_path):
     """No overflow at 1280 and 390 px; contrast of WCAG AA; images and links."""
     names = [f"{name}.html" for name in CHECKED_PAGES.split()]
@@ -411,7 +411,7 @@ def test_pages_fit_two_widths_and_are_labelled(site, tmp_path):
     assert not checks["faults"], "\n".join(checks["faults"])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_links_inside_the_site_have_targets(site, built_pages):
     broken = []
     for path, page in built_pages.items():
@@ -435,7 +435,7 @@ def test_links_inside_the_site_have_targets(site, built_pages):
     assert not broken, "\n".join(broken)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_reference_has_all_public_names(site, built_pages):
     for source in sorted((DOCS / "api").glob("*.md")):
         name = source.stem

@@ -137,10 +137,8 @@ def test_any_engine_reports_the_bits_of_score(
     assert counts.num_logprobs > 1_000
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_on_two_devices_reports_the_bits_of_score(
     tmp_path: Any, dtype: str
 ) -> None:

@@ -17,27 +17,16 @@ from tests.support import engines, texts
 QUICK = {"bench_fit", "cost_check"}
 """Experiments whose smoke run takes a few seconds."""
 SLOW = {
-    *("agents", "batching", "bench_decode", "bench_device", "bench_kernels"),
-    *("bench_start", "public_forecasts", "total_cost"),
-    *("bench_simulate", "bundled_heads", "calibration", "causes", "chatbot"),
-    "chunked_prefill",
-    "counterfactual",
-    *("deepseek", "disaggregation", "expert_parallel", "experts", "fit_coverage"),
-    "forecasting",
-    *("flash_attention", "grpo", "isoflop", "jacobi", "known_entropy", "kv_cache"),
-    "kv_eviction",
-    *("learning_rate", "memory_waste", "page_tables", "preemption", "prefix_caching"),
-    *(
-        "policy_search",
-        "rivals",
-        "rollout_mismatch",
-        "sharing",
-        "small_weights",
-        "speculation",
-        "speculation_zoo",
-    ),
+    *"""agents batching bench_decode bench_device bench_kernels bench_simulate
+    bench_start bundled_heads bundled_model calibration causes chatbot
+    chunked_prefill counterfactual deepseek disaggregation expert_parallel
+    experts fit_coverage flash_attention forecasting grpo isoflop jacobi
+    known_entropy kv_cache kv_eviction learning_rate long_context memory_waste
+    page_tables policy_search preemption prefix_caching public_forecasts
+    public_servers rivals rollout_mismatch sharing small_weights speculation
+    speculation_zoo total_cost""".split()
 }
-"""Experiments whose smoke run takes a minute or more."""
+"""Experiments whose smoke run is slow."""
 
 TRACE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [0, 1, 2]},

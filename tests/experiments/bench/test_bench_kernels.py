@@ -127,7 +127,7 @@ def test_incorrect_or_failing_kernels_are_not_timed(few: Any) -> None:
     assert experiment.run(Config(shapes="tiny", only="decode"))[1]["seconds"] is None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stopped_run_has_complete_shapes(few: Any) -> None:
     class Impatient(Quiet):
         """Stops before the second shape."""

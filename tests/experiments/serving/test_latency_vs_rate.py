@@ -109,7 +109,7 @@ def rows() -> list[dict[str, Any]]:
     return smoke.run("latency_vs_rate").result
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_systems_differ_under_high_load(rows: list[dict[str, Any]]) -> None:
     by_rate = {(x["system"], x["rate_per_s"]): x for x in rows}
     one = by_rate["paged", 1.0]

@@ -346,7 +346,16 @@ def test_no_product_command_is_defined_in_the_laboratory() -> None:
         assert callable(getattr(importlib.import_module(module), function))
 
 
-@pytest.mark.parametrize("words", ["cost llama-2-7b", "list", "run mean_estimation"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "list",
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ("cost llama-2-7b", "run mean_estimation")
+        ),
+    ],
+)
 def test_a_folder_of_the_same_name_does_not_hide_the_packages(
     tmp_path: Path, words: str
 ) -> None:

@@ -143,7 +143,7 @@ def test_several_answers_to_each_prompt(jaxkv: Command) -> None:
     assert "48 tokens" in err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_best_of_several_answers(jaxkv: Command) -> None:
     samples = completions(jaxkv, "stdlib-bytes", *ONE, "--n", "4")
     best = ("--n", "2", "--best-of", "4")

@@ -15,21 +15,16 @@ from tests.support import engines
 SWAPPING = dataclasses.replace(engines.TIGHT, max_swap_pages=24)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "kinds"),
     [
         (SWAPPING, (True, False)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (engines.CACHED, (False, True)),
-                (SWAPPING, (False, True)),
-                (SWAPPING, (False, False)),
-                (engines.CACHED, (True, False)),
-                (engines.CACHED, (False, False)),
-            )
-        ),
+        (engines.CACHED, (False, True)),
+        (SWAPPING, (False, True)),
+        (SWAPPING, (False, False)),
+        (engines.CACHED, (True, False)),
+        (engines.CACHED, (False, False)),
     ],
 )
 def test_steps_of_fewer_kinds(

@@ -74,14 +74,8 @@ def test_requests_beyond_the_buffer_are_recomputed(host: int | None) -> None:
     assert 0 < num_recomputed(run) < num_recomputed(served(preemption="recompute"))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "victim",
-    [
-        pytest.param(name, marks=() if name == "cheapest" else pytest.mark.slow)
-        for name in victims.VICTIM_NAMES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", victims.VICTIM_NAMES)
 def test_answers_do_not_depend_on_the_victim(victim: str) -> None:
     ways = set()
     for preemption in ("recompute", "swap"):

@@ -230,7 +230,7 @@ def test_groups_are_refused_and_pages_must_fit() -> None:
     assert not engines.submit(state, requests, config=EVICTING)[1].any()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_simulator_counts_the_same_pages() -> None:
     """Steps, pages and places are equal, also where sequences are preempted."""
     case = simulations.Case(
@@ -256,7 +256,7 @@ def test_score_refuses_eviction() -> None:
         )
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_programs_without_eviction_are_unchanged() -> None:
     """Bounds of eviction that no rule reads change no program."""
     texts = []

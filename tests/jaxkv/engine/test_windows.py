@@ -78,7 +78,7 @@ def test_one_sequence_holds_the_pages_of_its_window() -> None:
     assert run.info.used_pages.max() == 15
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rejected_drafts_return_their_pages() -> None:
     config = releasing(CACHED, max_drafts=3, token_budget=40)
     speculation = Speculation(NGram(1, 3), SharedNoiseVerifier())

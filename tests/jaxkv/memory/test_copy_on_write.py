@@ -481,7 +481,7 @@ class Walk:
     ("seed", "page_size", "steps"),
     [
         (0, 4, 600),
-        pytest.param(0, 4, 2000, marks=pytest.mark.thorough),
+        pytest.param(0, 4, 2000, marks=pytest.mark.slow),
         pytest.param(1, 1, 300, marks=pytest.mark.thorough),
         pytest.param(2, 16, 300, marks=pytest.mark.thorough),
     ],

@@ -691,7 +691,7 @@ def long(*arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("seed", "size", "rule", "steps"),
     [
-        (0, 4, "LRU", 1500),
+        pytest.param(0, 4, "LRU", 1500, marks=pytest.mark.slow),
         *((8, 4, rule, 500) for rule in ("FIFO", "LFU", "shallow first")),
         *(
             long(2 + i, size, rule)

@@ -258,7 +258,7 @@ def converse(
     return serve(chat.first, config, follow=follow, **how)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_hits_in_a_chat_equal_the_model() -> None:
     replay = converse(20, dataclasses.replace(SMALL, num_pages=88))
     model = replay.model

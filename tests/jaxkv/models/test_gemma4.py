@@ -202,7 +202,7 @@ def test_an_engine_serves_layers_that_share_keys_in_small_pages() -> None:
             assert list(answer.tokens) == greedy[first : first + 24]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_reproducible_passes_are_those_of_scores() -> None:
     loaded = load_model(FOLDER)
     tokens = jnp.asarray(np.load(FOLDER / "expected.npz")["ids"])

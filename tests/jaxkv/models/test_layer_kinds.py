@@ -66,10 +66,8 @@ def test_stacked_layers_of_a_pattern_give_the_same() -> None:
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_an_engine_serves_windows_and_sinks_in_small_pages(name: str) -> None:
     """With chunks, a prefix cache, drafts and preemption, as plain decoding."""
     expected = np.load(GOLDEN / name / "expected.npz")

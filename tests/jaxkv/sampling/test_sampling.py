@@ -672,7 +672,7 @@ def test_draw_log_probabilities_are_those_of_the_law() -> None:
     params = jax.tree.map(
         jnp.asarray, sampling.make_params(asks, [(0, 0)] * 5, [0] * 5)
     )
-    law = sampling.probabilities(logits, params)
+    law = jax.jit(sampling.probabilities)(logits, params)
     draw = jax.jit(sampling.draw_logprobs)
     for token in range(40):
         tokens = jnp.full((5,), token, jnp.int32)
@@ -687,5 +687,5 @@ def test_draw_log_probabilities_are_those_of_the_law() -> None:
         logprobs = jax.nn.log_softmax(kept, axis=1)
         return jnp.sum(jnp.take_along_axis(logprobs, best[:, None], axis=1))
 
-    gradient = jax.grad(lambda x: jnp.sum(draw(x, best, params)))(logits)
-    np.testing.assert_allclose(gradient, jax.grad(plain)(logits), atol=1e-6)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(draw(x, best, params))))(logits)
+    np.testing.assert_allclose(gradient, jax.jit(jax.grad(plain))(logits), atol=1e-6)

@@ -186,7 +186,7 @@ print(done.tokens)
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_second_process_finds_all_programs_of_an_engine(tmp_path: Path) -> None:
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     variables = os.environ | cache | {"PYTHONPATH": str(ROOT)}

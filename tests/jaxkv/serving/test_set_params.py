@@ -115,7 +115,7 @@ SWAP = {
     [
         {},
         pytest.param(SWAP, marks=pytest.mark.slow),
-        pytest.param({"prefix_cache": False}, marks=pytest.mark.thorough),
+        pytest.param({"prefix_cache": False}, marks=pytest.mark.slow),
     ],
 )
 def test_requests_in_flight_continue_with_new_parameters(

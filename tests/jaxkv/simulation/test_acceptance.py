@@ -242,7 +242,7 @@ def test_acceptance_rate_1_emits_one_token_more_than_drafts() -> None:
         np.testing.assert_array_equal(work.num_accepted, work.num_drafts)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_mean_tokens_per_step_follow_the_acceptance_rate() -> None:
     """(1 - a^(g + 1)) / (1 - a), of steps that the end of the answer does not cut."""
     num_tokens = 900
@@ -305,7 +305,9 @@ def test_the_key_of_a_request_is_the_engines() -> None:
         np.testing.assert_array_equal(keys[at], expected)
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(
+    "chance", [0.7, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 1.0))]
+)
 def test_pages_of_rejected_drafts_are_released(chance: float) -> None:
     """Between steps, sequences hold the pages of decoding without speculation."""
     num_rejected = 0

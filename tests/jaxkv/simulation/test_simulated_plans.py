@@ -32,7 +32,7 @@ def is_served(seed: int) -> bool:
     return True
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_drawn_plans_lose_no_request() -> None:
     load = simulations.workload(3, 12, max_samples=3)
     num = 0

@@ -51,14 +51,8 @@ def seeds(*quick: str) -> list[Any]:
     ]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "seed"),
-    [
-        pytest.param(name, 30, marks=[] if name == "fair share" else [pytest.mark.slow])
-        for name in BY_ATTRIBUTES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "seed"), [(name, 30) for name in BY_ATTRIBUTES])
 def test_policies_see_the_same_attributes_in_the_engine(name: str, seed: int) -> None:
     """With queue heads above and below the number of slots, and preemption rules."""
     case = BY_ATTRIBUTES[name]

@@ -266,7 +266,7 @@ def scans_of(jaxpr: Any) -> list[Counter[str]]:
     return scans
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_call_without_drafts_traces_the_plain_steps() -> None:
     """The traced steps equal those of an engine without speculation."""
 

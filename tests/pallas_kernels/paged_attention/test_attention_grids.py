@@ -70,7 +70,9 @@ def test_trees_with_all_features_equal_the_oracle(numerics: Any) -> None:
     check(state, oracle(case, **tree, **ask))
 
 
-@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize(
+    "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
+)
 def test_slots_without_a_tree_next_to_one_are_causal(numerics: Any) -> None:
     rng = np.random.default_rng(2)
     ask = per_head(ALL, 4)
@@ -96,7 +98,10 @@ def edges(unit: int) -> list[int]:
     return [0, 1, unit - 1, unit, unit + 1]
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16, 256])
+@pytest.mark.parametrize(
+    "page_size",
+    [16, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 5, 256))],
+)
 def test_lengths_about_blocks_and_pages(page_size: int) -> None:
     lengths = sorted({*edges(64), *edges(page_size), *edges(2 * page_size), 128, 257})
     runs = [(length - 1, 1) if length > 0 else (0, 0) for length in lengths]

@@ -143,7 +143,7 @@ def fitted(**config: Any) -> dict[str, Any]:
     return json.loads(fitting.fit_log(FitConfig(**config)).document)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_published_coefficients_come_out_of_published_runs() -> None:
     path = traces.find("losses/gadre_c4.csv")
     rule = "N <= 0.42e9 and token_multiplier == 20 or N < 2e7 and token_multiplier==320"
@@ -457,7 +457,7 @@ def test_bad_input_is_one_line_and_status_2(
     assert not Path("runs").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_held_out_rows_give_no_warnings(tmp_path: Path) -> None:
     rows = ["params,D,val/loss,lr,kept"]
     for n in (10, 30, 100, 300):

@@ -38,7 +38,7 @@ def test_a_damaged_checkpoint_is_one_line(jaxkv: Command) -> None:
     assert_refused(jaxkv, f"{STOPPED} --resume next", "--resume")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_resumed_on_other_devices_has_equal_losses(jaxkv: Command) -> None:
     """The help text and the warning name the same tolerance."""
     texts.write_functions(Path("text"))

@@ -298,7 +298,7 @@ def test_loads_of_a_sweep_are_the_same_requests_faster(simulate: Command) -> Non
     assert (slow.prompt + slow.output).max() <= 512
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_server_of_layers_of_different_sizes_is_simulated(simulate: Command) -> None:
     """Within its windows, whose pages hold K and V of the layers that have them."""
     lengths = "--rate 2 --prompt-tokens 3 --answer-tokens 2"

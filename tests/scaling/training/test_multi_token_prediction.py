@@ -78,7 +78,7 @@ def test_every_parameter_learns() -> None:
         assert np.abs(grad).max() > 0, jax.tree_util.keystr(path)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_losses_of_mixtures_in_modules_count() -> None:
     """Twice the balance weight adds the model's term and the modules' term again."""
     mixture = Experts(**MIXTURE, num_dense_layers=1)

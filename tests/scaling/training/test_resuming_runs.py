@@ -334,7 +334,7 @@ def test_numbers_of_one_process_are_its_own() -> None:
     assert gather_numbers(3) == [3]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_losses_after_a_change_of_layout_agree(
     config: TrainConfig, tmp_path: Path
 ) -> None:
