@@ -45,6 +45,7 @@ SLOW = {
     "tutorials/policy_to_server.md",
     "tutorials/replay_an_incident.md",
     "tutorials/reward.md",
+    "tutorials/schedules.md",
     "tutorials/see_a_run.md",
     "tutorials/snapshots.md",
     "tutorials/speculation.md",

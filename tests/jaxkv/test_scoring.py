@@ -95,7 +95,7 @@ def test_the_order_of_requests_changes_no_bit(load: str) -> None:
     assert counts.num_logprobs > 1_000
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "setup"),
     [
@@ -162,7 +162,7 @@ def test_an_engine_on_two_devices_reports_the_bits_of_score(
         *(
             pytest.param(
                 config,
-                marks=pytest.mark.thorough if name == "latent" else pytest.mark.slow,
+                marks=pytest.mark.slow,
             )
             for name, config in FAMILIES.items()
         ),

@@ -100,7 +100,7 @@ def in_8_bits(case: Case, kind: Any, per: Any, dtype: Any = "float32") -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("per", ["token", "page"])
+@pytest.mark.parametrize("per", ["token", pytest.param("page", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_over_8_bits_equals_that_over_dequantized_values(
     kind: Any, per: Any

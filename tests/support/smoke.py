@@ -17,7 +17,8 @@ from tests.support import engines, texts
 QUICK = {"bench_fit", "cost_check"}
 """Experiments whose smoke run takes a few seconds."""
 SLOW = {
-    *"""agents batching bench_decode bench_device bench_kernels bench_simulate
+    *"""agents batching bench_decode bench_device bench_kernels bench_launches
+    bench_simulate
     bench_start bundled_heads bundled_model calibration causes chatbot
     chunked_prefill counterfactual deepseek disaggregation expert_parallel
     experts fit_coverage flash_attention forecasting grpo isoflop jacobi

@@ -129,7 +129,7 @@ def test_systems_differ_under_high_load(rows: list[dict[str, Any]]) -> None:
     assert one["batch"] * one["busy_s"] == pytest.approx(ran_s, rel=0.1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_it_is_drawn_and_judged(rows: list[dict[str, Any]]) -> None:
     study = figures.STUDY
     claims = study.claims(rows)

@@ -79,8 +79,8 @@ def test_equal_prompts_in_one_step_share_pages() -> None:
     assert run.tokens[1] == run.tokens[2]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("shared", [pytest.param(0, marks=pytest.mark.slow), 5, 6])
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [0, 5, 6])
 def test_the_first_running_request_is_never_preempted(shared: int) -> None:
     """Pages of one token, all of which are cached; prompts share their first tokens."""
     config = dataclasses.replace(

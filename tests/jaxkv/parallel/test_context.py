@@ -146,9 +146,9 @@ def answers(mesh: Any, family: str = "llama", **fields: Any) -> list[Any]:
     ("family", "ep", "degrees"),
     [
         pytest.param("mixtral", 2, {}, marks=pytest.mark.thorough),
-        pytest.param("qwen3_moe", 4, {}, marks=pytest.mark.thorough),
-        pytest.param("qwen2_moe", 2, {"pages": 2}, marks=pytest.mark.thorough),
-        pytest.param("mixtral", 2, {"tensor": 2}, marks=pytest.mark.thorough),
+        pytest.param("qwen3_moe", 4, {}, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", 2, {"pages": 2}, marks=pytest.mark.slow),
+        pytest.param("mixtral", 2, {"tensor": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_experts_on_several_devices(family: str, ep: int, degrees: Any) -> None:

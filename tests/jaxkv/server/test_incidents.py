@@ -118,7 +118,7 @@ def test_a_replay_has_the_tokens_of_the_server(tmp_path: Path) -> None:
             assert lengths[outcome.request_id] == max(sum(outcome.num_tokens), 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_without_tokens_the_schedule_is_replayed(tmp_path: Path) -> None:
     incidents = record(tmp_path)
     first = incidents[0]
@@ -193,7 +193,7 @@ def _incident(calls: list[IncidentCall]) -> Incident:
     return Incident(**fields)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_memory_and_disk_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,13 @@ WINDOWS = (None, 1, 3, 1000, None, 70, 3)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("numerics", ["fast", "reproducible"])
-@pytest.mark.parametrize("index", range(len(RAGGED)))
+@pytest.mark.parametrize(
+    "index",
+    [
+        *range(3),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in range(3, len(RAGGED))),
+    ],
+)
 def test_ragged_rows_equal_the_oracle(index: int, numerics: str) -> None:
     runs, sizes = RAGGED[index]
     case = make_case(np.random.default_rng(index), runs, padding=9, **sizes)
@@ -92,7 +98,7 @@ HEADS: Any = dict(kv_heads=2, group=3, head_dim=12)
     "names", one_quick([["softcap", "alibi"], [], ["sinks", "scale"]])
 )
 @pytest.mark.parametrize(
-    "start", [pytest.param(x, marks=pytest.mark.thorough) for x in (0, 255)] + [300]
+    "start", [pytest.param(x, marks=pytest.mark.slow) for x in (0, 255)] + [300]
 )
 def test_many_rows_read_wide_blocks(start: int, names: list[str]) -> None:
     """Wide blocks end before the first place that a row of the tile does not see."""

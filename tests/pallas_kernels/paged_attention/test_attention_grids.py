@@ -168,7 +168,7 @@ def assert_as_exact(state: Any, plain: Any, expected: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.slow), 5.0])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_errors_are_at_most_twice_those_of_a_plain_implementation(
     dtype: Any, softcap: float | None
@@ -293,7 +293,9 @@ def test_a_sink_is_a_state_without_a_value() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize(
+    "numerics", ["fast", pytest.param("reproducible", marks=pytest.mark.slow)]
+)
 def test_features_without_effect_change_no_bit(numerics: Any) -> None:
     case = make_case(np.random.default_rng(12), [(0, 9), (80, 20), (3, 1)])
     ask: dict[str, Any] = dict(numerics=numerics)
@@ -309,15 +311,18 @@ def test_features_without_effect_change_no_bit(numerics: Any) -> None:
 
 @pytest.mark.parametrize(
     ("features", "group", "subsets"),
-    one_quick(
-        [
-            ({}, 2, [[12]]),
-            ({}, 1, [[0, 1, 2], range(5, 27), [29]]),
-            (ALL, 3, [[28], range(3, 16)]),
-            ({}, 7, [[row] for row in range(30)]),
-            ({"window": 9}, 16, [[0, 29], range(20)]),
-        ]
-    ),
+    [
+        ({}, 2, [[12]]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({}, 1, [[0, 1, 2], range(5, 27), [29]]),
+                (ALL, 3, [[28], range(3, 16)]),
+                ({}, 7, [[row] for row in range(30)]),
+                ({"window": 9}, 16, [[0, 29], range(20)]),
+            )
+        ),
+    ],
 )
 def test_no_bit_depends_on_other_rows(
     features: dict[str, Any], group: int, subsets: list[Any]
@@ -378,7 +383,7 @@ def test_a_tree_of_one_node_is_a_decode_row() -> None:
     assert_same(attend(*case, **node), attend(*case))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_page_size_changes_no_bit() -> None:
     rng = np.random.default_rng(17)
     places = 256

@@ -201,7 +201,7 @@ def test_every_layout_gives_the_gradient_of_one_device(layout: str) -> None:
         pytest.param("gpt2", "ulysses=4", marks=pytest.mark.slow),
         pytest.param("untied", "tp=2,sp", marks=pytest.mark.slow),
         ("latent", "tp=2,ring=2"),
-        ("recurrent", "dp=2"),
+        pytest.param("recurrent", "dp=2", marks=pytest.mark.slow),
         pytest.param("recurrent, experts", "ep=2,dp=2,gather", marks=pytest.mark.slow),
         *(
             pytest.param("latent", layout, marks=pytest.mark.slow)
@@ -238,10 +238,10 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
     [
         pytest.param("ep=4,gather", MIXTURE, marks=pytest.mark.thorough),
         pytest.param("ep=2,dp=4,capacity=4", MIXTURE, marks=pytest.mark.thorough),
-        pytest.param("tp=2,sp", SHARED, marks=pytest.mark.thorough),
-        pytest.param("ep=2,ulysses=2,dp=2,gather", SHARED, marks=pytest.mark.thorough),
+        pytest.param("tp=2,sp", SHARED, marks=pytest.mark.slow),
+        pytest.param("ep=2,ulysses=2,dp=2,gather", SHARED, marks=pytest.mark.slow),
         pytest.param("dp=2", BALANCED, marks=pytest.mark.thorough),
-        pytest.param("ep=2,dp=4,gather", BIASED, marks=pytest.mark.thorough),
+        pytest.param("ep=2,dp=4,gather", BIASED, marks=pytest.mark.slow),
         pytest.param("tp=2,sp", BIASED, marks=pytest.mark.slow),
         pytest.param("tp=2,dp=2", BIASED, marks=pytest.mark.slow),
         pytest.param("ep=4,capacity=4", BIASED, marks=pytest.mark.slow),

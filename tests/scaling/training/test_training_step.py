@@ -258,7 +258,7 @@ def test_step_settings_change_only_rounding(how: StepConfig, error: float) -> No
     ],
 )
 @pytest.mark.parametrize(
-    "kind", ["adamw", pytest.param("muon", marks=pytest.mark.thorough)]
+    "kind", ["adamw", pytest.param("muon", marks=pytest.mark.slow)]
 )
 def test_a_mesh_trains_as_one_device(
     layout: str, zero: int, accumulation: int, kind: Any
