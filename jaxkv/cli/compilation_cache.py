@@ -38,10 +38,13 @@ def explain_cache_warning(
       environ: environment with the cache folder.
 
     Returns:
-      One line, equal for all programs.
+      One line, equal for all programs; "" for a program that XLA cannot serialize
+      (training steps, whose products are oneDNN's), about which a user can do nothing.
     """
     if not re.match("Error (reading|writing) persistent compilation cache", warning):
         return warning
+    if warning.startswith("Error writing") and "std::bad_alloc" in warning:
+        return ""
     folder = environ.get("JAX_COMPILATION_CACHE_DIR", "the cache of compiled programs")
     system = re.search(r"\[Errno \d+\] ([^:]*)", warning)
     reason = system[1] if system else "its files are damaged"

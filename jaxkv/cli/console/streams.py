@@ -65,7 +65,7 @@ def _warn(
 ) -> None:
     """Prints a warning once, in one line."""
     text = compilation_cache.explain_cache_warning(" ".join(str(message).split()))
-    if text not in _warned:
+    if text and text not in _warned:
         _warned.add(text)
         print("jaxkv: warning:", text, file=sys.stderr)
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxkv import files
 from jaxkv.cli import compilation_cache
+from jaxkv.cli.console import streams
 from jaxkv.cli.console.printing import print_parts
 from jaxkv.report import Sheet
 from tests.support.folders import ROOT
@@ -124,3 +125,14 @@ def test_an_unwritable_cache_gives_the_reason() -> None:
     start = "/there: cannot cache compiled programs: Read-only file system; every start"
     assert output.startswith(start)
     assert compilation_cache.explain_cache_warning("another one") == "another one"
+
+
+def test_a_program_that_cannot_be_stored_gives_no_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    warning = (
+        "Error writing persistent compilation cache entry for 'jit_steps': "
+        "MemoryError: std::bad_alloc"
+    )
+    streams._warn(warning, UserWarning, "", 0)
+    assert capsys.readouterr().err == ""
