@@ -82,12 +82,12 @@ def _guarded(
 ) -> TextIO:
     """Returns the stream with a guard below its buffers."""
     is_file = isinstance(before, io.TextIOWrapper)
+    # With PYTHONUNBUFFERED, Python's streams have no buffer in place of lines.
     return io.TextIOWrapper(
         io.BufferedWriter(_Guard(number, failed)),
         encoding=before.encoding if is_file else "utf-8",
         errors="replace",
-        line_buffering=before.line_buffering if is_file else True,
-        write_through=is_file and before.write_through,
+        line_buffering=not is_file or before.line_buffering or before.write_through,
     )
 
 

@@ -136,3 +136,25 @@ def test_a_program_that_cannot_be_stored_gives_no_warning(
     )
     streams._warn(warning, UserWarning, "", 0)
     assert capsys.readouterr().err == ""
+
+
+def test_lines_are_written_at_once_without_python_buffers(tmp_path: Path) -> None:
+    code = """
+from jaxkv.cli.console import streams
+import os, sys
+streams.guard_streams()
+print("a line")
+print("another", file=sys.stderr)
+os._exit(0)
+"""
+    path = tmp_path / "log"
+    with path.open("wb") as log:
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            stdout=log,
+            stderr=log,
+            check=True,
+        )
+    assert path.read_text("utf-8") == "a line\nanother\n"
