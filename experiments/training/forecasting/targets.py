@@ -1,7 +1,6 @@
 """The truth of a forecast: targets trained after it, and its scores."""
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,16 @@ class TargetsConfig(lab.ConfigRecord):
     """Run folder of the ladder."""
     protocol: str = "protocol.toml"
     """Its protocol."""
+    folder: str = "runs/forecast_targets"
+    """Folder of the training runs, which an interrupted experiment continues."""
 
 
 TARGETS_CONFIGS = {
     "targets": TargetsConfig(),
     "targets_smoke": TargetsConfig(
-        ladder="runs/ladder_smoke", protocol="protocol_smoke.toml"
+        ladder="runs/ladder_smoke",
+        protocol="protocol_smoke.toml",
+        folder="runs/targets_smoke",
     ),
 }
 
@@ -94,7 +97,8 @@ def run(config: TargetsConfig, progress: lab.Progress = lab.QUIET) -> TargetsRes
     jobs = [(target, seed) for target in document["targets"] for seed in seeds]
     rows = []
     for target, seed in progress.track(jobs, "targets", "runs"):
-        score = _train(protocol, target, seed, progress)
+        name = f"{target['corpus']}-{target['factor']:g}-{seed}"
+        score = _train(protocol, target, seed, Path(config.folder, name), progress)
         if progress.stopped:
             break
         place = (target["corpus"], target["factor"], target["flops"], seed)
@@ -115,6 +119,7 @@ def _train(
     protocol: ladder.Protocol,
     target: dict[str, Any],
     seed: int,
+    folder: Path,
     progress: lab.Progress,
 ) -> Any:
     """Trains and scores one target by the ladder's settings."""
@@ -122,8 +127,7 @@ def _train(
     model = protocol.model(target["corpus"], target["width"])
     cell = Cell(model, target["num_steps"])
     run = train_config(sweep, cell, Lane(target["learning_rate"], seed))
-    with tempfile.TemporaryDirectory() as folder:
-        trained = training.train(run, Path(folder), progress=progress)
+    trained = training.train(run, folder, progress=progress)
     return score_run(sweep, open_on_device(sweep.corpus), run, trained.params)
 
 
