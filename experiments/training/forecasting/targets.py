@@ -200,7 +200,7 @@ def claims(result: TargetsResult) -> Iterator[lab.MeasuredValue]:
             "truth": truth,
             "num": len(law_scores),
         }
-        for rival in crps.keys() - {law}:
+        for rival in (x for x in crps if x != law):
             yield lab.measured("skill", crps[law] / crps[rival], rival=rival, **words)
         yield lab.measured(
             "forecast_covers", float(law_scores.is_covered.mean()), **words
