@@ -33,6 +33,7 @@ QUICK = {"tutorials/scaling_law.md"}
 """Pages whose programs are quick; those of all other pages are thorough or slow."""
 SLOW = {
     "api/examples.md",
+    "ten_minutes.md",
     "topics/policy_optimisation.md",
     "tutorials/adapters.md",
     "tutorials/constrained_answers.md",

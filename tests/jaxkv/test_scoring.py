@@ -204,7 +204,7 @@ def test_score_has_the_gradient_of_the_ordinary_forward_pass(
     assert not np.asarray(alone)[2, 23:].any()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_score_under_temperature_and_cuts() -> None:
     params = params_of(DENSE)
     rng = np.random.default_rng(2)

@@ -200,7 +200,7 @@ def test_packed_chunks_equal_single_tokens() -> None:
         near(left[:, :2], right[:, :2])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=SLOW)])
 def test_an_engine_reports_the_bits_of_score(dtype: str) -> None:
     weights = engines.params(GDN, dtype)

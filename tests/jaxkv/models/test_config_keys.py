@@ -415,7 +415,7 @@ STRANGE = (
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[] if x == "llama" else pytest.mark.thorough) for x in KEYS],
+    [pytest.param(x, marks=[] if x == "llama" else pytest.mark.slow) for x in KEYS],
 )
 def test_random_configs_load_or_fail_in_one_line(name: str) -> None:
     raw = config_of(name)
