@@ -27,6 +27,7 @@ from tests.support.attention_cases import (
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
+SLOW = pytest.mark.slow
 KINDS: tuple[quantizing.Kind, ...] = ("int8", "fp8")
 attend = jax.jit(
     attend_arrays, static_argnames=("window", "numerics", "implementation")
@@ -100,7 +101,7 @@ def in_8_bits(case: Case, kind: Any, per: Any, dtype: Any = "float32") -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("per", ["token", pytest.param("page", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("per", ["token", pytest.param("page", marks=SLOW)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_over_8_bits_equals_that_over_dequantized_values(
     kind: Any, per: Any
@@ -135,7 +136,10 @@ def error(state: Any, expected: Any) -> tuple[float, float]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", *(pytest.param(x, marks=SLOW) for x in ("float16", "float32"))],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_against_float64(kind: Any, dtype: Any) -> None:
     runs = [(length - 1, 1) for length in (1, 17, 64, 65, 300)]

@@ -166,7 +166,7 @@ def test_an_engine_that_fails_ends_its_worker(
     asyncio.run(run())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_prefill_worker_whose_engine_fails_is_replaced() -> None:
     async def run() -> None:
         launcher = LocalLauncher()

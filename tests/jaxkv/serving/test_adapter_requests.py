@@ -108,7 +108,7 @@ def assert_merged(
         assert done.tokens == [logprobs[x - 1].argmax() for x in places]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_answers_are_those_of_merged_weights_and_bits_those_alone(
     folders: Folders, engine: jaxkv.Engine
 ) -> None:
@@ -149,7 +149,7 @@ def test_answers_are_those_of_merged_weights_and_bits_those_alone(
     assert models.adapted_products(engine.params)[1] == ("down", "out", "qkv", "up")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_cached_pages_belong_to_an_adapter(engine: jaxkv.Engine) -> None:
     engine.set_params(engine.params)  # empties the cache
     for num_cached in (0, 8):

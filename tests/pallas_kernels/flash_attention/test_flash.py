@@ -16,18 +16,19 @@ from tests.support.flash_cases import draw, total
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
+SLOW = pytest.mark.slow
 CASES = [
     # queries, keys, q_heads, kv_heads, head_dim, causal, window
     (1, 1, 1, 1, 8, True, None),
-    (7, 7, 2, 2, 8, True, None),
-    (16, 16, 4, 2, 16, True, None),
+    pytest.param((7, 7, 2, 2, 8, True, None), marks=SLOW),
+    pytest.param((16, 16, 4, 2, 16, True, None), marks=SLOW),
     (33, 33, 4, 1, 8, True, None),
     (40, 40, 2, 1, 8, True, 5),
-    (40, 40, 2, 1, 8, True, 16),
-    (40, 40, 2, 1, 8, True, 99),
+    pytest.param((40, 40, 2, 1, 8, True, 16), marks=SLOW),
+    pytest.param((40, 40, 2, 1, 8, True, 99), marks=SLOW),
     (5, 45, 4, 2, 8, True, None),
-    (5, 45, 2, 2, 8, True, 12),
-    (1, 50, 2, 1, 8, True, None),
+    pytest.param((5, 45, 2, 2, 8, True, 12), marks=SLOW),
+    pytest.param((1, 50, 2, 1, 8, True, None), marks=SLOW),
     (20, 37, 4, 2, 8, False, None),
     (37, 5, 2, 1, 8, False, None),
 ]

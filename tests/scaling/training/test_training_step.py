@@ -91,7 +91,7 @@ def test_biases_move_by_the_signs_of_the_loads() -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        StepConfig(),
+        pytest.param(StepConfig(), marks=pytest.mark.slow),
         StepConfig(accumulation=2, dtype="bfloat16"),
         StepConfig(layout=parse_layout("dp=4", zero=1)),
     ],
@@ -230,8 +230,8 @@ def plain() -> tuple[TrainState, float]:
     ("how", "error"),
     [
         (StepConfig(accumulation=2), 1e-6),
-        (StepConfig(remat=True), 1e-6),
-        (StepConfig(dtype="bfloat16"), 3e-3),
+        pytest.param(StepConfig(remat=True), 1e-6, marks=pytest.mark.slow),
+        pytest.param(StepConfig(dtype="bfloat16"), 3e-3, marks=pytest.mark.slow),
         (StepConfig(accumulation=4, remat=True, dtype="bfloat16"), 3e-3),
     ],
 )
@@ -251,7 +251,7 @@ def test_step_settings_change_only_rounding(how: StepConfig, error: float) -> No
 @pytest.mark.parametrize(
     ("layout", "zero", "accumulation"),
     [
-        pytest.param("dp=2", 1, 2, marks=pytest.mark.thorough),
+        pytest.param("dp=2", 1, 2, marks=pytest.mark.slow),
         pytest.param("pp=2,tp=2,dp=2", 1, 2, marks=pytest.mark.thorough),
         pytest.param("tp=2,sp,dp=4", 1, 1, marks=pytest.mark.slow),
         pytest.param("ring=2,ulysses=2,dp=2", 0, 2, marks=pytest.mark.slow),
