@@ -154,9 +154,12 @@ def render_page(records: list[ClaimsRecord]) -> str:
         env = record.env
         commit = str(env["commit"])
         is_dirty = commit.endswith("+")
+        config = record.config
+        if config == "own":
+            config = f"--config experiments/records/{record.folder}/config.json"
         rows.append(
             f"| [{record.folder}](records/{record.folder}/report.md) "
-            f"| `jaxkv run {record.experiment} {record.config}` "
+            f"| `jaxkv run {record.experiment} {config}` "
             f"| {env['started_at'][:10]} "
             f"| `{commit[:8]}`{' (with changes: unverified)' * is_dirty} "
             f"| {env['duration_s']:,.0f} | {env['cpu']} |"
@@ -234,7 +237,7 @@ def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
     counts = count_verdicts(claim for record in records for claim in record.claims)
     sheets: list[ReportPart] = [
         Sheet(
-            f"{x.experiment} {x.config}",
+            x.folder,
             ("verdict", "kind", "claim", "numbers"),
             [(c.verdict, c.kind, c.claim, claim_numbers(c)) for c in x.claims],
         )

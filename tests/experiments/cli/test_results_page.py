@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.cli import results_page
+from experiments.framework import load_experiment
 from jaxkv.report import Claim
 from tests.support.commands import Command, assert_refused, document
 
@@ -16,6 +17,19 @@ from tests.support.commands import Command, assert_refused, document
 def test_the_shipped_page_is_generated_from_the_shipped_records() -> None:
     page = results_page.render_page(results_page.find_records(results_page.RECORDS))
     assert results_page.RESULTS_PAGE.read_text("utf-8") == page
+
+
+@pytest.mark.thorough
+def test_each_command_names_a_config() -> None:
+    """A shipped one, or else the file of the record."""
+    page = results_page.RESULTS_PAGE.read_text("utf-8")
+    commands = re.findall(r"\| `jaxkv run (\w+) ([^`]*)`", page)
+    assert len(commands) > 50
+    for name, config in commands:
+        if path := config.partition("--config experiments/")[2]:
+            assert (results_page.RECORDS.parent / path).is_file()
+        else:
+            assert config in load_experiment(name).configs
 
 
 def test_shipped_reports_reference_existing_figures() -> None:
