@@ -123,8 +123,8 @@ def _show(records: list[Record]) -> CommandOutput:
         age = "-" if x.age is None else str(x.age)
         seconds = f"{x.env['duration_s']:.0f}"
         date = x.env["started_at"][:10]
-        kind = "times" if x.is_timed else ""
-        rows.append((x.name, date, age, seconds, kind, doubt))
+        kind = "times" if x.is_timed else "-"
+        rows.append((x.name, date, age, seconds, kind, doubt or "-"))
     columns = ("record", "date", "age", "seconds", "kind", "unverified")
     sheet = Sheet("", columns, rows, "age: commits since the record's commit")
     num_doubts = sum(bool(row["unverified"]) for row in documents)

@@ -127,10 +127,10 @@ def render_page(records: list[ClaimsRecord]) -> str:
             verdict = "" if x.verdict in ("holds", "fails") else f"**{x.verdict}** "
             cause = f"**Cause:** {x.cause}" if x.cause else ""
             cells = (
+                f"[{record.folder}](records/{record.folder}/report.md)",
                 x.claim,
                 f"{verdict}{claim_numbers(x)}",
                 f"{cause} {x.note}".strip(),
-                f"[{record.folder}](records/{record.folder}/report.md)",
             )
             row = " | ".join(cell.replace("|", "\\|") for cell in cells)
             tables[title].append(f"| {row} |")
@@ -140,7 +140,7 @@ def render_page(records: list[ClaimsRecord]) -> str:
             head = f"## {title} ({len(rows)})\n"
             sections.append(
                 "\n".join(
-                    [head, "| claim | numbers | | record |", "|---" * 4 + "|", *rows]
+                    [head, "| record | claim | numbers | |", "|---" * 4 + "|", *rows]
                 )
             )
     papers = list_papers({record.folder: record.claims for record in records})

@@ -400,11 +400,13 @@ class ClaimsFile:
             if not is_other:
                 return claim
             direction = measurement.direction
+            is_bound = direction is None and spec.direction != AS_STATED
             return claim._replace(
                 verdict="differs",
                 # A check remains a check also if its conditions differ.
                 kind="cannot compare" if kind == "reproduces" else kind,
                 direction=_direction(spec, claim) if direction is None else direction,
+                stated=spec.direction if is_bound else "",
                 note=f"{spec.differs.format_map(words)} {note}".strip(),
             )
         except (KeyError, ValueError) as error:

@@ -35,6 +35,8 @@ class Claim(NamedTuple):
       published_high: end of a published range, in `unit`; None for a single number.
       direction: verdict on the direction that a source states, for numbers that cannot
         be compared; empty if the source states no direction.
+      stated: bound on the measured number that the direction means, such as "above 1";
+        empty if it is the claim's own relation, or an interval decides it.
       cause: measured reason of a failure, or the experiment that would decide it; empty
         if the claim does not fail, or the cause is not known.
       needs_size: True if a smoke run is too small to judge the statement. Not written
@@ -53,6 +55,7 @@ class Claim(NamedTuple):
     kind: ClaimKind
     published_high: float | None = None
     direction: Direction = ""
+    stated: str = ""
     cause: str = ""
     needs_size: bool = False
 
@@ -67,39 +70,38 @@ class Claim(NamedTuple):
         if not self.needs_size:
             return self
         note = f"A smoke run is too small for it. {self.note}".strip()
-        return self._replace(verdict=NOT_JUDGED, direction="", note=note)
+        return self._replace(verdict=NOT_JUDGED, direction="", stated="", note=note)
 
 
 NOT_JUDGED: Verdict = "not judged"
 
 
-_BOUND_PHRASES = {
-    "equal": "",
-    "at_least": "at least ",
-    "at_most": "at most ",
-    "within": "",
-}
+_BOUND_PHRASES = {"at_least": "to be at least ", "at_most": "to be at most "}
 
 
 def claim_numbers(claim: Claim) -> str:
     """Returns the measured and the published number as one phrase.
 
-    The number of a check is called expected instead of published.
+    The number of a check is called expected instead of published. A bound may be the
+    published number, or a direction that the source states.
     """
     unit = "" if claim.unit == "1" else f" {claim.unit}"
-    word = "expected" if claim.kind == "checks" else "published"
+    word = "expected " if claim.kind == "checks" else "published "
+    word = _BOUND_PHRASES.get(claim.relation, word)
     numbers = units.format_number(claim.published)
     if claim.published_high is not None:
         numbers += f" to {units.format_number(claim.published_high)}"
     slack = (
-        f", to within {units.format_number(claim.tolerance)}{unit}"
+        f", to within {units.format_number(claim.tolerance)}"
+        f"{' points' if claim.unit == '%' else unit}"
         if claim.tolerance
         else ""
     )
-    direction = f"; its direction: {claim.direction}" if claim.direction else ""
+    stated = f" ({claim.stated})" if claim.stated else ""
+    direction = f"; its direction{stated}: {claim.direction}" if claim.direction else ""
     return (
         f"ours {units.format_number(claim.ours)}{unit}, "
-        f"{word} {_BOUND_PHRASES[claim.relation]}{numbers}{unit}{slack} "
+        f"{word}{numbers}{unit}{slack} "
         f"({claim.source}){direction}"
     )
 

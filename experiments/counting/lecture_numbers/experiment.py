@@ -38,7 +38,10 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
             "latency" if used == 1 else "latency_of_several",
             bound,
             published=quoted,
-            size=row["model"].removeprefix("gpt3-"),
+            size=row["model"]
+            .replace("gpt3-", "GPT-3 ")
+            .replace("b", "B")
+            .replace("m", "M"),
             tokens=latencies.tokens,
             percent=100 * bound / quoted,
             used=used,

@@ -126,19 +126,11 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
                     id, slowest, rate=LOADED[data], data=data, low=low, high=high
                 )
         rows = result.serving.where(data=data, rate=OVERLOAD_RATES[data])
-        # Both sources count before the tokens of a step are written, the simulator
+        # The formula counts before the tokens of a step are written, the simulator
         # after.
         written = rows.batch / places
-        tokens = 100 * (rows.tokens - written)
         unused = 100 * (rows.unused + written)
         for i, size in enumerate(rows.page_size.astype(int).tolist()):
-            yield lab.measured(
-                "tokens",
-                float(tokens[i]),
-                rate=OVERLOAD_RATES[data],
-                data=data,
-                size=size,
-            )
             if size in (16, 128) and size < law.prompt.mean + law.output.mean:
                 half = 100 * float(rows.batch[i]) * (size + 1) / 2 / places
                 yield lab.measured(
@@ -165,17 +157,6 @@ def plot(axes: np.ndarray, result: Result) -> None:
             at = int(rows.page_size[y.argmax()])
             worst = (data, at, times) if times > worst[2] else worst
         rows = result.serving.where(data=data, rate=OVERLOAD_RATES[data])
-        reference = CLAIMS.published("tokens")[data]
-        look = {"linestyle": ":", "linewidth": 1, "markersize": 3}
-        label = "an earlier simulation" if data == "Alpaca" else ""
-        lab.draw_curve(
-            memory,
-            [*map(int, reference)],
-            [*reference.values()],
-            "published",
-            label,
-            **look,
-        )
         lab.draw_curve(memory, rows.page_size, 100 * rows.tokens, data, data)
         if len(rows) and 100 * rows.tokens.min() < best[2]:
             at = int(rows.page_size[rows.tokens.argmin()])

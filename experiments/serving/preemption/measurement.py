@@ -31,11 +31,6 @@ from jaxkv.scheduling import Victim
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SIMULATED_SHARES = {0.0: 0.131, 1 / 32: 0.028, 1 / 8: 0.004}
-"""Recomputed share by watermark as a share of the pool, from this project's simulation
-of ShareGPT's mean lengths: 1,024 requests at 1.9 requests/s, 983 pages, of which 0, 32
-and 128 are kept free."""
-
 
 class Config(RaggedConfig):
     """The requests, and the memory that serves them."""
@@ -236,21 +231,6 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
         lost = none.num_recomputed[0]
         reference = float(plain.num_recomputed[0])
         yield lab.measured("left_end", lost, published=reference)
-    for share, published in SIMULATED_SHARES.items():
-        marks = result.watermarks
-        selected = marks.at(
-            marks.watermark == [round(share * x) for x in marks.pool_pages]
-        )
-        if len(selected):
-            percent = 100 * selected.recomputed_share[0]
-            reference = 100 * published
-            yield lab.measured(
-                "watermark",
-                percent,
-                published=reference,
-                differs=True,
-                share=100 * share,
-            )
     again = result.pools.where(preemption="recompute")
     if len(again):
         max_percent = 100 * again.recomputed_share.max()
@@ -362,10 +342,6 @@ AGAIN = "computed again [% of tokens]"
 def _draw_watermarks(ax: "Axes", watermarks: Servings, victims: Servings) -> None:
     """Draws the recomputed share by pages kept free, and the best victim rule."""
     title = "Pages kept free at admission"
-    reference = [(100 * x, 100 * y) for x, y in SIMULATED_SHARES.items()]
-    look = {"linestyle": ":", "linewidth": 1}
-    label = "an earlier simulation of ShareGPT"
-    lab.draw_curve(ax, *zip(*reference, strict=True), "published", label, **look)
     if len(watermarks):
         x = 100 * watermarks.watermark_share
         y = 100 * watermarks.recomputed_share

@@ -218,25 +218,11 @@ def _member(load: Workload, setting: SimulatedSetting) -> SimulationMember:
 def claims(result: Result) -> Iterator[lab.MeasuredValue]:
     """Judges watermarks, rules for victims, and swapping against recomputation."""
     servings = result.simulated
-    latest = servings.where(study="victims", victim="latest")
-    for mark in latest.distinct("watermark"):
-        selected = latest.where(watermark=mark)
-        shares = 100 * selected.recomputed_share
-        for id, values in (("kept_free", shares), ("latency", selected.normalised_s)):
-            low = values.min()
-            mean = values.mean()
-            high = values.max()
-            words: dict[str, Any] = {"mark": mark, "low": low, "high": high}
-            words["differs"] = True
-            half_range = max(high - mean, mean - low)
-            yield lab.measured(
-                id, mean, tolerance=half_range, num=len(selected), **words
-            )
     rules = _first(servings.where(study="victims", watermark=0))
     if len(rules) > 1:
         shares = rules.recomputed_share
         best = rules.recomputed_share.argmin()
-        words = {"best": rules.victim[best].replace("_", " ")}
+        words: dict[str, Any] = {"best": rules.victim[best].replace("_", " ")}
         (latest,) = rules.where(victim="latest").recomputed_share
         words |= {"share": 100 * shares[best], "latest": 100 * latest}
         saved = 1 - shares[best] / max(latest, 1e-9)
@@ -279,8 +265,8 @@ def plot(axes: np.ndarray, result: Result) -> None:
     """Draws rules and watermarks above, page sizes below."""
     servings = result.simulated
     single = result.bring_back
-    _draw_rules(axes[0, 0], servings, "kept_free", "recomputed_share", 100)
-    _draw_rules(axes[0, 1], servings, "latency", "normalised_s", 1000)
+    _draw_rules(axes[0, 0], servings, "recomputed_share", 100)
+    _draw_rules(axes[0, 1], servings, "normalised_s", 1000)
     ax = axes[1, 0]
     size = "page size [tokens]"
     again = 1000 * single.recompute_s
@@ -312,15 +298,8 @@ def plot(axes: np.ndarray, result: Result) -> None:
         ax.legend()
 
 
-def _draw_rules(
-    ax: "Axes", servings: SimulatedServings, id: str, name: str, scale: int
-) -> None:
+def _draw_rules(ax: "Axes", servings: SimulatedServings, name: str, scale: int) -> None:
     """Draws a metric of every rule for victims by pages kept free."""
-    reference = {int(x): y for x, y in CLAIMS.published(id).items()}
-    look = {"linestyle": ":", "linewidth": 1}
-    # The published shares are percentages.
-    values = [(1000 if name == "normalised_s" else 1) * y for y in reference.values()]
-    lab.draw_curve(ax, [*reference], values, "published", "earlier simulation", **look)
     for rule in VICTIM_RULES:
         rows = _first(servings.where(study="victims", victim=rule))
         text = rule.replace("_", " ")

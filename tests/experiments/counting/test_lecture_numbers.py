@@ -53,7 +53,7 @@ def test_claims_fail_for_a_slower_gpu(result: bounds.Result) -> None:
     failed = [x for x in experiment.claims(slow) if x.verdict == "fails"]
     # A 13B model does not fit, and cannot be read 256 times in 7.6 s.
     assert any("fit one A100" in claim.claim for claim in failed)
-    assert any("13b" in claim.claim for claim in failed)
+    assert any("13B" in claim.claim for claim in failed)
 
 
 def test_answers_contain_the_numbers(result: bounds.Result) -> None:

@@ -219,7 +219,8 @@ def test_a_direction_is_judged_if_the_number_cannot_be_compared(tmp_path: Path) 
     assert {(x.verdict, x.kind) for x in claims} == {("differs", "cannot compare")}
     ways = ["holds", "fails", "not decided", "holds", "fails"]
     assert [x.direction for x in claims] == ways
-    assert claim_numbers(claims[1]).endswith("; its direction: fails")
+    assert claim_numbers(claims[1]).endswith("; its direction (above 1): fails")
+    assert claim_numbers(claims[2]).endswith("; its direction: not decided")
 
 
 def test_kinds_depend_on_rows_and_checks_remain_checks(tmp_path: Path) -> None:
