@@ -382,6 +382,9 @@ def expected_numbers() -> dict[str, list[str]]:
             f"{loss['predicted']:.3f} ({loss['low']:.3f}-{loss['high']:.3f})",
             f"came to {measured_loss:.3f}",
         ],
+        "a forecast committed": [
+            written("{:.2f}", measured("forecast_targets", *FORECAST_SKILLS))
+        ],
         "mixtures against dense": [written("{:.2f}", measured("experts", SEVENTH))],
         "latent against": [written("{:+.3f}", measured("deepseek", LATENT))],
         "LSTM against": [written("{:.1f}", measured("rivals", "lstm, to equal loss"))],
@@ -425,6 +428,10 @@ HELD_OUT = [
 ]
 CHUNKS = "mooncake_synthetic: chunks found by a cache of all pages"
 LATENT = "latent attention reaches a lower loss than multi-head attention"
+FORECAST_SKILLS = [
+    f"{x}, targets: CRPS of the law's forecast over that of log-linear"
+    for x in ("text", "language")
+]
 GAIN = "OPT-13B, prompts of 512 and answers of 64 tokens: each GPU"
 SEVENTH = "for equal loss a dense model needs seven times"
 
@@ -495,6 +502,7 @@ JUDGED = {
     "larger public runs": {"forecasting": "90 .*(Ep|Ap|Ll|Ma|mis)|a fifth of"},
     "64 branches of one": {"counterfactual": ""},
     "Chinchilla's loss": {"isoflop": "error of the predicted loss"},
+    "a forecast committed": {"forecast_targets": "(text|language), targets"},
     "mixtures against": {"experts": "for equal loss"},
     "latent against": {"deepseek": ".*than multi-head attention"},
     "learn rewards from a program": {"grpo": "copying|brackets|bytes"},

@@ -268,17 +268,15 @@ def plot_ladder(axes: np.ndarray, result: LadderResult) -> None:
     document = json.loads(result.forecast)
     rows = [json.loads(line) for line in result.runs.splitlines()]
     for ax, name in zip(axes, dict.fromkeys(x["corpus"] for x in rows), strict=False):
-        draw_forecasts(ax, name, rows, document["targets"])
+        points = [(x["flops"], x["loss"]) for x in rows if x["corpus"] == name]
+        black = lab.colors()[lab.BLACK]
+        ax.plot(*zip(*points, strict=True), ".", color=black, alpha=0.3)
+        draw_forecasts(ax, name, document["targets"])
         ax.legend()
 
 
-def draw_forecasts(
-    ax: Any, name: str, rows: list[dict[str, Any]], targets: list[dict[str, Any]]
-) -> None:
-    """Draws a corpus's runs, and the forecasts of its targets as intervals."""
-    of_corpus = [row for row in rows if row["corpus"] == name]
-    points = [(row["flops"], row["loss"]) for row in of_corpus]
-    ax.plot(*zip(*points, strict=True), ".", color=lab.colors()[lab.BLACK], alpha=0.3)
+def draw_forecasts(ax: Any, name: str, targets: list[dict[str, Any]]) -> None:
+    """Draws the forecasts of a corpus's targets as intervals."""
     selected = [x for x in targets if x["corpus"] == name]
     methods_of = selected[0]["quantiles"]
     middle = len(methods.LEVELS) // 2

@@ -212,11 +212,16 @@ def plot(axes: np.ndarray, result: TargetsResult) -> None:
     document = json.loads(result.forecast)
     for ax, corpus in zip(axes, result.runs.distinct("corpus"), strict=False):
         runs = result.runs.where(corpus=corpus)
-        rows = [
-            {"corpus": corpus, "flops": flops, "loss": loss}
-            for flops, loss in zip(runs.flops, runs.loss, strict=True)
-        ]
-        ladder.draw_forecasts(ax, corpus, rows, document["targets"])
+        black = lab.colors()[lab.BLACK]
+        # Left of the forecasts, so that neither hides the other.
+        x = runs.flops / 1.35
+        ax.plot(x, runs.loss, "_", color=black, markersize=9, label="measured")
+        ladder.draw_forecasts(ax, corpus, document["targets"])
+        factors = {x: f"{y:g}" for x, y in zip(runs.flops, runs.factor, strict=True)}
+        ax.set_xticks([*factors], [*factors.values()], minor=False)
+        ax.set_xticks([], minor=True)
+        largest = "times the largest compute of the ladder"
+        lab.set_labels(ax, corpus, largest, "loss [nats/token]")
         ax.legend()
 
 

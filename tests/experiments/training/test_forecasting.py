@@ -1,9 +1,15 @@
 """The study of forecasts: splits, shares, and the bias of parabolas."""
 
+import dataclasses
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from experiments.training.forecasting import experiment, replay
+from experiments.framework import load_experiment
+from experiments.training.forecasting import experiment, ladder, replay, targets
+from jaxkv.report import read_run
 from scaling.frontiers import vertex_shift
 from tests.support import smoke
 
@@ -64,3 +70,25 @@ def test_a_smoke_run_has_all_parts() -> None:
     for row in rows:
         if row["part"] == "coverage":
             assert row["inside without forecasts"] <= row["inside"] <= row["held out"]
+
+
+def test_the_shipped_targets_are_those_of_the_forecast() -> None:
+    """Hashes chain protocol, runs, forecast and targets; a changed forecast differs."""
+    records = Path(experiment.__file__).parents[2] / "records"
+    forecasting = load_experiment("forecasting")
+    made, judged = (
+        read_run(records / name, forecasting).result
+        for name in ("forecast_ladder", "forecast_targets")
+    )
+    protocol = ladder.read_protocol("protocol.toml")
+    document = targets.check_chain(protocol, made)
+    chain = json.loads(judged.chain)
+    assert chain["protocol_sha256"] == protocol.sha256 == document["protocol_sha256"]
+    assert chain["runs_sha256"] == document["runs_sha256"]
+    assert chain["forecast_sha256"] == ladder.sha256(made.forecast)
+    assert judged.forecast == made.forecast
+    level = protocol.fields["level"]
+    scores = targets.score_targets(document, judged.runs, level)
+    np.testing.assert_allclose(scores.crps, judged.scores.crps, rtol=1e-12)
+    with pytest.raises(ValueError, match="runs_sha256"):
+        targets.check_chain(protocol, dataclasses.replace(made, runs=made.runs + " "))
