@@ -24,6 +24,7 @@ import platform
 import sys
 import time
 import types
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -63,7 +64,9 @@ _BUILT_IN = tuple, list, dict, type(None)
 _UNRELATED_SETTINGS = "cache", "log", "traceback", "dump", "distributed"
 """Parts of the names of JAX's settings that change no program."""
 
-_loaded: dict[str, CompiledProgram] = {}
+_loaded = weakref.WeakValueDictionary[str, jax.stages.Compiled]()
+"""Programs in use, by key. Engines that are gone release theirs, since each takes some
+hundred memory mappings, of which Linux allows a process 65,530."""
 
 
 class _IncompleteKey(Exception):
@@ -91,7 +94,8 @@ def compile_program(
     if key is None:
         function.lower(*args, **kwargs, **static).compile()
         return functools.partial(function, **static)
-    if key not in _loaded:
+    program = _loaded.get(key)
+    if program is None:
         path = Path(str(jax.config.jax_compilation_cache_dir), key + _PROGRAM_SUFFIX)
         program = _load(path)
         if program is None:
@@ -101,7 +105,7 @@ def compile_program(
                 program = lowered.compile()
             _store(path, program)
         _loaded[key] = program
-    return _loaded[key]
+    return program
 
 
 def _load(path: Path) -> jax.stages.Compiled | None:

@@ -1,6 +1,7 @@
 """Programs are found in files by what they are traced from, or not at all."""
 
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -35,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder of programs, in a process with old source files."""
     monkeypatch.setattr(program_store, "is_enabled", True)
     monkeypatch.setattr(program_store, "_START_S", float("inf"))
-    monkeypatch.setattr(program_store, "_loaded", {})
+    monkeypatch.setattr(program_store, "_loaded", WeakValueDictionary())
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     yield tmp_path
@@ -61,6 +63,15 @@ def test_a_stored_program_is_not_traced_again(
     again = compile_first()
     assert again is not first
     np.testing.assert_array_equal(again(MARKS), [0, 2])
+
+
+def test_a_program_lives_as_long_as_it_is_used() -> None:
+    first = compile_first()
+    again = program_store.compile_program(FIRST, {"num": 2}, MARKS)
+    assert again is first
+    del first, again
+    gc.collect()
+    assert not program_store._loaded
 
 
 def test_other_arguments_are_other_programs(folder: Path) -> None:
