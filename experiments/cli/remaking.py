@@ -242,7 +242,9 @@ def _differing_arrays(old: Path, new: Path) -> dict[str, float | None]:
                 differences[name] = None
         elif not np.array_equal(before, after, equal_nan=before.dtype.kind == "f"):
             scale = np.maximum(np.abs(before), np.abs(after)).astype(float)
-            gap = np.abs(before.astype(float) - after) / np.where(scale > 0, scale, 1.0)
+            with np.errstate(invalid="ignore"):  # infinite numbers that are equal
+                gap = np.abs(before.astype(float) - after)
+                gap /= np.where(scale > 0, scale, 1.0)
             differences[name] = float(np.nan_to_num(gap, nan=1.0).max())
     return differences
 
