@@ -138,6 +138,7 @@ def test_the_citation_has_the_version_of_the_package() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("full_optimization")
 def test_a_record_is_made_again_in_two_pieces(tmp_path: Path) -> None:
     """In a clone, whose commit is clean; the second call needs no work."""
     clone = tmp_path / "clone"
