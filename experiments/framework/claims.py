@@ -406,7 +406,7 @@ class ClaimsFile:
                 # A check remains a check also if its conditions differ.
                 kind="cannot compare" if kind == "reproduces" else kind,
                 direction=_direction(spec, claim) if direction is None else direction,
-                stated=spec.direction if is_bound else "",
+                direction_bound=spec.direction if is_bound else "",
                 note=f"{spec.differs.format_map(words)} {note}".strip(),
             )
         except (KeyError, ValueError) as error:

@@ -35,8 +35,8 @@ class Claim(NamedTuple):
       published_high: end of a published range, in `unit`; None for a single number.
       direction: verdict on the direction that a source states, for numbers that cannot
         be compared; empty if the source states no direction.
-      stated: bound on the measured number that the direction means, such as "above 1";
-        empty if it is the claim's own relation, or an interval decides it.
+      direction_bound: bound on the measured number that the direction means, such as
+        "above 1"; empty if it is the claim's own relation, or an interval decides it.
       cause: measured reason of a failure, or the experiment that would decide it; empty
         if the claim does not fail, or the cause is not known.
       needs_size: True if a smoke run is too small to judge the statement. Not written
@@ -55,7 +55,7 @@ class Claim(NamedTuple):
     kind: ClaimKind
     published_high: float | None = None
     direction: Direction = ""
-    stated: str = ""
+    direction_bound: str = ""
     cause: str = ""
     needs_size: bool = False
 
@@ -70,7 +70,9 @@ class Claim(NamedTuple):
         if not self.needs_size:
             return self
         note = f"A smoke run is too small for it. {self.note}".strip()
-        return self._replace(verdict=NOT_JUDGED, direction="", stated="", note=note)
+        return self._replace(
+            verdict=NOT_JUDGED, direction="", direction_bound="", note=note
+        )
 
 
 NOT_JUDGED: Verdict = "not judged"
@@ -97,8 +99,8 @@ def claim_numbers(claim: Claim) -> str:
         if claim.tolerance
         else ""
     )
-    stated = f" ({claim.stated})" if claim.stated else ""
-    direction = f"; its direction{stated}: {claim.direction}" if claim.direction else ""
+    bound = f" ({claim.direction_bound})" if claim.direction_bound else ""
+    direction = f"; its direction{bound}: {claim.direction}" if claim.direction else ""
     return (
         f"ours {units.format_number(claim.ours)}{unit}, "
         f"{word}{numbers}{unit}{slack} "

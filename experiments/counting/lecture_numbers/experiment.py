@@ -38,10 +38,7 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
             "latency" if used == 1 else "latency_of_several",
             bound,
             published=quoted,
-            size=row["model"]
-            .replace("gpt3-", "GPT-3 ")
-            .replace("b", "B")
-            .replace("m", "M"),
+            size=row["model"].upper().replace("GPT3-", "GPT-3 "),
             tokens=latencies.tokens,
             percent=100 * bound / quoted,
             used=used,

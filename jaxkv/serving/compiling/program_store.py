@@ -65,8 +65,8 @@ _UNRELATED_SETTINGS = "cache", "log", "traceback", "dump", "distributed"
 """Parts of the names of JAX's settings that change no program."""
 
 _loaded = weakref.WeakValueDictionary[str, jax.stages.Compiled]()
-"""Programs in use, by key. Engines that are gone release theirs, since each takes some
-hundred memory mappings, of which Linux allows a process 65,530."""
+"""Programs in use, by key. Those that no engine uses any more are released: each takes
+several hundred memory mappings, of which Linux allows a process 65,530."""
 
 
 class _IncompleteKey(Exception):
