@@ -220,7 +220,7 @@ def plot(axes: np.ndarray, result: TargetsResult) -> None:
         factors = {x: f"{y:g}" for x, y in zip(runs.flops, runs.factor, strict=True)}
         ax.set_xticks([*factors], [*factors.values()], minor=False)
         ax.set_xticks([], minor=True)
-        largest = "times the largest compute of the ladder"
+        largest = "compute [times the largest of the ladder]"
         lab.set_labels(ax, corpus, largest, "loss [nats/token]")
         ax.legend()
 
