@@ -260,7 +260,7 @@ class RepeatLastToken(Drafter):
         return arrays.put(memory, row, verified.accepted, "add")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_drafter_does_not_change_the_tokens() -> None:
     speculation = jaxkv.Speculation(RepeatLastToken(), SharedNoiseVerifier())
     asks = [engines.greedy(i, [i, 2, 7], 20) for i in range(6)]
@@ -374,7 +374,7 @@ def test_new_norm_and_activation_are_defined_once(new_family: NewFamily) -> None
         assert np.abs(far).max() > 0.01
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_type_checks")
 def test_new_norm_and_activation_work_in_serving_and_training(
     new_family: NewFamily,

@@ -59,7 +59,7 @@ def test_a_smoke_run_writes_a_complete_folder(
     assert report.startswith(f"# {experiment.question}\n")
     for claim in smoke_run.claims:
         assert f"* **{claim.verdict}**: {claim.claim}; " in report
-        # A smoke run run is too small for claims on GPUs.
+        # A smoke run is too small for claims on GPUs.
         assert (claim.verdict == "not judged") == claim.needs_size
     assert dumps(smoke_run.metrics)
     assert len(smoke_run.parts) > bool(smoke_run.claims)

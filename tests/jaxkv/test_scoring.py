@@ -64,7 +64,7 @@ def test_an_engine_reports_the_bits_of_score() -> None:
         assert counts.num_logprobs > at_least
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_score_has_the_same_bits_with_the_runs_of_an_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,14 +18,14 @@ QUICK = {"bench_fit", "cost_check"}
 """Experiments whose smoke run takes a few seconds."""
 SLOW = {
     *"""agents batching bench_decode bench_device bench_kernels bench_launches
-    bench_simulate
-    bench_start bundled_heads bundled_model calibration causes chatbot
-    chunked_prefill counterfactual deepseek disaggregation expert_parallel
-    experts fit_coverage flash_attention forecasting grpo isoflop jacobi
-    known_entropy kv_cache kv_eviction learning_rate long_context memory_waste
-    page_tables policy_search preemption prefix_caching public_forecasts
-    public_servers rivals rollout_mismatch sharing small_weights speculation
-    speculation_zoo total_cost""".split()
+    bench_simulate bench_start bundled_heads bundled_model calibration causes
+    chatbot chunked_prefill counterfactual deepseek disaggregation
+    expert_parallel experts fit_coverage flash_attention forecasting grpo
+    isoflop jacobi known_entropy kv_cache kv_eviction latency_vs_rate
+    learning_rate long_context memory_waste page_size page_tables
+    policy_search preemption prefix_caching public_forecasts public_servers
+    rivals rollout_mismatch sharing small_weights speculation speculation_zoo
+    total_cost""".split()
 }
 """Experiments whose smoke run is slow."""
 

@@ -64,7 +64,7 @@ def test_rows_with_a_peer(jaxkv: Command, monkeypatch: pytest.MonkeyPatch) -> No
     assert Path("run/figure.png").stat().st_size > 10_000
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stopped_run_has_complete_widths() -> None:
     config = experiment.Config(
         width=(8, 16), head_dim=4, batch_size=2, seq_len=8, rounds=1, seconds=0.01

@@ -42,7 +42,7 @@ def test_claims_are_recomputed_from_the_tables(result: Result) -> None:
         assert np.all(np.diff(sizes) <= 0)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_costs_of_the_tables_add_up(result: Result) -> None:
     for row in result.loads.rows():
         training = 6 * result.flop_cost * row["num_params"] * row["num_tokens"]

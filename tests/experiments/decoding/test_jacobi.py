@@ -41,7 +41,7 @@ def asks_of(num: int) -> list[Sampling]:
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_blocks_take_at_most_a_step_per_token_and_equal_plain_decoding() -> None:
     """Each step fixes another token: Santilli et al., proposition 1."""
     rng = np.random.default_rng(0)

@@ -59,7 +59,7 @@ def test_fitted_and_scored_runs_are_disjoint() -> None:
     assert splits.digest_rows(["a"], ["b"]) == digest(["a"], ["b"])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_claims_are_recomputed_from_the_tables(tmp_path: Path) -> None:
     """Errors of the line and of the copied mean pair, in plain Python."""
     result = smoke.run("public_forecasts").result

@@ -113,7 +113,7 @@ def test_several_prompts_stream_in_their_order(jaxkv: Command) -> None:
     assert "24 tokens" in err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_seed_fixes_the_answer_and_a_stop_string_ends_it(jaxkv: Command) -> None:
     def answer(*flags: str) -> dict:
         words = ("--prompt", "import ", "--max-tokens", "12", "--temperature", "1")
@@ -178,7 +178,7 @@ def test_the_best_beams_of_each_prompt(jaxkv: Command, tiny: str) -> None:
         assert totals[0] > logprob(prompt, greedy["tokens"], tiny) - 1e-3
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_score_of_a_single_answer_is_printed(jaxkv: Command) -> None:
     summary = generate._summary([{"tokens": [1], "reason": "stop", "score": -0.5}], 2)
     assert summary == "[stop; 1 tokens in 2.0 s; score -0.500]"

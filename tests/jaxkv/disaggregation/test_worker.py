@@ -235,7 +235,7 @@ def test_a_worker_may_own_a_mesh() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_router_that_stops_polling_loses_its_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -172,7 +172,7 @@ def test_fast_differs_at_most_once_in_ten_thousand_tokens(
     assert excused <= max(1, num_tokens / 10_000)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_margins_of_greedy_choices_are_gaps_of_logits() -> None:
     asks = [
         ask._replace(sampling=dataclasses.replace(ask.sampling, **NO_CUTS))

@@ -122,14 +122,8 @@ def check_engine(name: str, seed: int) -> None:
         np.testing.assert_allclose(logprobs[key], values, atol=1e-4)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name != "shared" else ())
-        for name in CONFIGS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_drawn_plans_change_no_token(name: str) -> None:
     for seed in range(12):
         check_engine(name, seed)

@@ -18,8 +18,8 @@ SYSTEM = list(range(20, 33))
 """Three full pages and a token."""
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("chunk_size", [pytest.param(None, marks=pytest.mark.slow), 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", [None, 5])
 def test_answers_equal_those_of_a_plain_loop(chunk_size: int | None) -> None:
     run = engines.serve(alike(), CACHED, scheduling.fcfs(chunk_size=chunk_size))
     engines.assert_equal_plain(run, alike(), CACHED)

@@ -73,14 +73,8 @@ def test_answers_equal_whole_sequences_with_checkpoints_and_preemptions() -> Non
     assert sum(outcome.num_cached for outcome in run.outcomes.values()) > 30
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "conv",
-        *(pytest.param(x, marks=SLOW) for x in ("gdn", "single", "mamba2", "kda")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["conv", "gdn", "single", "mamba2", "kda"])
 def test_swapped_groups_keep_their_states(kind: str) -> None:
     config = dataclasses.replace(CHECKPOINTED, max_swap_pages=16)
     asks = [

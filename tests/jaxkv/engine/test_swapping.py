@@ -48,7 +48,7 @@ def num_recomputed(run: Run) -> int:
     return sum(outcome.num_recomputed for outcome in run.outcomes.values())
 
 
-@pytest.mark.parametrize("host", [None, pytest.param(24, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("host", [None, pytest.param(24, marks=pytest.mark.slow)])
 def test_answers_equal_those_of_a_plain_loop(host: int | None) -> None:
     run = served(host=host)
     engines.assert_equal_plain(run, ASKS, TIGHT)

@@ -58,10 +58,7 @@ def expected(ask: engines.Ask, config: EngineConfig) -> tuple[list[int], list[fl
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "rule",
-    [
-        pytest.param(x, marks=[] if x in ("snapkv", "quest") else pytest.mark.slow)
-        for x in RULES
-    ],
+    [pytest.param(x, marks=[] if x == "quest" else pytest.mark.slow) for x in RULES],
 )
 def test_answers_are_those_of_a_model_with_masks(rule: Any) -> None:
     config = evicting(rule)

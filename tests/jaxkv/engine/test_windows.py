@@ -61,7 +61,7 @@ def check_answers(
     return run
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_sequence_holds_the_pages_of_its_window() -> None:
     """Prefill in chunks of 12, then single tokens, with pages of 4."""
     config = releasing(TIGHT)

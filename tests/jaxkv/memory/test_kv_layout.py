@@ -271,7 +271,7 @@ def test_a_layout_that_pages_cannot_have(fields: Any, line: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_engine_serves_a_layout_of_a_subclass() -> None:
     prompts = [list(range(3, 30)), [5, 6, 7]] * 2
     answers = []

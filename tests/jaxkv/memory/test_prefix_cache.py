@@ -712,7 +712,10 @@ def test_a_random_walk_equals_the_model(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("few_hashes")
-@pytest.mark.parametrize(("seed", "size", "steps"), [(1, 1, 700), long(6, 2)])
+@pytest.mark.parametrize(
+    ("seed", "size", "steps"),
+    [pytest.param(1, 1, 700, marks=pytest.mark.slow), long(6, 2)],
+)
 def test_a_random_walk_of_few_hashes_equals_the_model(
     seed: int, size: int, steps: int
 ) -> None:

@@ -273,10 +273,8 @@ def test_hits_in_a_chat_equal_the_model() -> None:
     assert sum(beyond) > 5
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "chunk_size", [*(pytest.param(x, marks=pytest.mark.slow) for x in (None, 50)), 20]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", [None, 50, 20])
 def test_concurrent_equal_prompts_equal_the_model(
     chunk_size: int | None,
 ) -> None:

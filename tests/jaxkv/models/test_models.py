@@ -50,7 +50,7 @@ PAGE_SIZES = {
     "opt": 128,
     "qwen2_moe": 4,
 }
-"""Number of pages per family in the quick test."""
+"""Page size per family."""
 BOTH_PROGRAMS = ("llama3", "qwen3", "mistral", "qwen2_moe")
 """Families whose passes with one row per slot are compiled separately as well."""
 OTHERS = ("bfloat16", "sharded", "tokenized", "mixtral", "qwen3_moe")
@@ -101,12 +101,16 @@ def test_many_rows_are_multiplied_rows_first(bias: bool) -> None:
         assert (shape == [str(num_rows)]) == rows_first
 
 
+PAGE_SIZE_MARKS = {
+    "qwen2_moe": (),
+    **dict.fromkeys(("llama3", "mistral", "gpt2"), pytest.mark.thorough),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "page_size"),
     [
-        pytest.param(
-            *case, marks=() if case[0] == "qwen2_moe" else pytest.mark.thorough
-        )
+        pytest.param(*case, marks=PAGE_SIZE_MARKS.get(case[0], pytest.mark.slow))
         for case in PAGE_SIZES.items()
     ],
 )

@@ -120,7 +120,7 @@ def test_logits_are_those_of_one_device(degree: int, page_size: int) -> None:
 @pytest.mark.parametrize(
     ("family", "tp", "cp"),
     [
-        ("qwen2_moe", 2, 2),
+        pytest.param("qwen2_moe", 2, 2, marks=pytest.mark.slow),
         ("llama", 2, 4),
         pytest.param("gpt2", 1, 4, marks=pytest.mark.slow),
         pytest.param("opt", 2, 4, marks=pytest.mark.slow),
@@ -339,9 +339,9 @@ def test_pages_are_never_sent_nor_copied() -> None:
 @pytest.mark.parametrize(
     ("num", "window"),
     [
-        pytest.param(2, None, marks=pytest.mark.thorough),
+        pytest.param(2, None, marks=pytest.mark.slow),
         pytest.param(4, None, marks=pytest.mark.thorough),
-        pytest.param(2, 16, marks=pytest.mark.thorough),
+        pytest.param(2, 16, marks=pytest.mark.slow),
         (4, 8),
     ],
 )

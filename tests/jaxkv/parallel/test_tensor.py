@@ -241,8 +241,8 @@ def test_devices_receive_their_parts_only() -> None:
     )
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [2, 4])
 def test_answers_are_those_of_one_device(degree: int) -> None:
     folder = GOLDEN / "llama"
     assert answers(folder, make_mesh(tensor=degree)) == answers(folder, None)

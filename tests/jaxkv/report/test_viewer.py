@@ -516,7 +516,7 @@ def test_a_browser_shows_the_numbers_of_the_traces(tmp_path: Path) -> None:
     assert (log["unnamed"], log["width"] <= 1280) == (0, True)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_engine_records_what_it_did(tmp_path: Path) -> None:
     model = engines.save_tiny_model(tmp_path, max_positions=64)
     bounds: dict[str, Any] = dict(num_pages=20, page_size=4, max_slots=4, max_length=64)

@@ -197,7 +197,7 @@ def test_a_failure_reaches_each_stream_once_and_later_calls_at_once(
     served.close()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stalled_request_ends_with_its_error_and_the_engine_continues() -> None:
     greedy = Sampling.greedy(max_tokens=4)
     engine = moods.make_engine(moods.REFUSES)

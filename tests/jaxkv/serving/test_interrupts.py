@@ -231,7 +231,7 @@ def test_ctrl_c_at_any_time(engine: jaxkv.Engine, expected: dict) -> None:
     assert num_interrupted > 20
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_other_signals_wait_too(engine: jaxkv.Engine, expected: dict) -> None:
     # A time limit, as many programs set one.
     def raise_timeout(number: int, frame: FrameType | None) -> None:

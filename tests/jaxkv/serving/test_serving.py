@@ -929,7 +929,7 @@ def test_a_request_larger_than_the_pool_is_refused() -> None:
     engine.submit([5] * 10, Sampling(max_tokens=11))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_without_a_tokenizer_there_is_no_text() -> None:
     config, params, *_ = loaded()
     pages = make_model_pages(config, BOUNDS)

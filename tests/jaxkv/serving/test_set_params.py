@@ -153,7 +153,13 @@ def test_drafts_follow(method: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [{"scan_layers": True}, {}, {"max_slots": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scan_layers": True},
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"max_slots": 3})),
+    ],
+)
 def test_parameters_as_loaded_fit_an_engine_that_changed_their_form(
     tmp_path: Any, options: dict[str, Any]
 ) -> None:

@@ -35,7 +35,7 @@ ASK = jaxkv.Sampling.greedy(max_tokens=4)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "mood",
-    [REFUSES, THRASHES, PAUSES],
+    [REFUSES, pytest.param(THRASHES, marks=pytest.mark.slow), PAUSES],
 )
 def test_a_policy_without_progress_is_an_error(shared: jaxkv.Engine, mood: int) -> None:
     engine = with_mood(shared, mood)

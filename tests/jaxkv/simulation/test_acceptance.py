@@ -367,7 +367,7 @@ def test_contiguous_places_have_room_for_drafts() -> None:
 # On the host
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_all_steps_are_summed() -> None:
     loads = [workload(seed, 12, longest=25) for seed in range(3)]
     laws = [law(0.7), law(0.7, 0), law((0.9, 0.5, 0.1), seed=3)]

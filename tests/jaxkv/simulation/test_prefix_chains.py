@@ -29,17 +29,9 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"),
-    [
-        pytest.param("young first", 0, marks=pytest.mark.thorough),
-        *(
-            pytest.param(name, seed, marks=pytest.mark.slow)
-            for name in RULES
-            for seed in (1, 2)
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", RULES)
 def test_steps_equal_those_of_the_engine(name: str, seed: int) -> None:
     policy, rule = RULES[name]
     run = replay_chains(policy, rule, seed=seed)

@@ -178,13 +178,13 @@ def test_requests_enter_in_order_of_time_and_index() -> None:
         assert num_turns == sum(not is_root[x[2]] for x in following)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
         ("groups, swap", 20),
         *(
-            pytest.param(name, seed, marks=pytest.mark.slow)
+            (name, seed)
             for name in ("plain", "groups", "shortest remaining", "fair share")
             for seed in (21, 22)
         ),

@@ -110,9 +110,7 @@ def drafted(
     return np.asarray(drafts.tokens), np.stack(logits_by_step, axis=1)
 
 
-@pytest.mark.parametrize(
-    "num_modules", [1, pytest.param(2, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("num_modules", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_drafts_are_those_of_the_reference(
     num_modules: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,8 +194,8 @@ def drafted(run: Run) -> tuple[int, int]:
     return int(num_drafts.sum()), int(accepted.sum())
 
 
-def marked(*case: str, mark: Any = pytest.mark.slow) -> Any:
-    return pytest.param(*case, marks=mark, id=", ".join(case))
+def marked(*case: str) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow, id=", ".join(case))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def marked(*case: str, mark: Any = pytest.mark.slow) -> Any:
         marked("n-gram", "cached", "shared prefix"),
         marked("tree", "cached", "shared prefix"),
         marked("tree", "swapping", "groups"),
-        marked("tree", "tight", "singles", mark=pytest.mark.thorough),
+        marked("tree", "tight", "singles"),
         marked("medusa", "tight", "singles"),
         marked("medusa", "swapping", "groups"),
         marked("medusa tree", "cached", "shared prefix"),

@@ -515,15 +515,9 @@ def test_greedy_rows_are_the_argmax(name: str, with_law: bool) -> None:
         assert mixed.accept[row].tolist() == [1, 0, 0]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("vocab", [300, pytest.param(49152, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=[] if x == "rejection" else pytest.mark.slow)
-        for x in VERIFIERS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [300, 49152])
+@pytest.mark.parametrize("name", VERIFIERS)
 def test_a_ruling_does_not_depend_on_the_batch(name: str, vocab: int) -> None:
     rows = company(vocab)
     rng = np.random.default_rng(1)
@@ -632,7 +626,7 @@ def draw_tokens(num: int, replacement: bool = False, **changes: Any) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "replacement", [False, pytest.param(True, marks=pytest.mark.thorough)]
+    "replacement", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
 def test_drafts_have_their_distribution(replacement: bool) -> None:
     tokens, law = draw_tokens(7, replacement)

@@ -54,7 +54,10 @@ class Planted(NamedTuple):
         (BUDGET, "valid plans", "Plan.num_rows is negative or exceeds", 1),
         (NEVER, "every request ends", "no request is admitted and no row is fed", 1),
         (THRASHES, "every request ends", "preempted again and again", 1),
-        (STARVES, "no starvation", "it waits as long as others arrive", 36),
+        pytest.param(
+            *(STARVES, "no starvation", "it waits as long as others arrive", 36),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_planted_holes_are_found(

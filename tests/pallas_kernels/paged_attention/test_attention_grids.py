@@ -169,7 +169,9 @@ def assert_as_exact(state: Any, plain: Any, expected: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.slow), 5.0])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow), "float32"]
+)
 def test_errors_are_at_most_twice_those_of_a_plain_implementation(
     dtype: Any, softcap: float | None
 ) -> None:

@@ -216,13 +216,11 @@ def attend(
     [
         (dict(group=4, head_dim=64), 2),
         # Sinks are added to merged states; blocks of 56 rows are not loaded as 64.
-        pytest.param(
-            dict(group=4, head_dim=64, sinks=True), 3, marks=pytest.mark.thorough
-        ),
-        pytest.param(dict(group=11, head_dim=64), 3, marks=pytest.mark.thorough),
+        pytest.param(dict(group=4, head_dim=64, sinks=True), 3, marks=pytest.mark.slow),
+        pytest.param(dict(group=11, head_dim=64), 3, marks=pytest.mark.slow),
         # No register is free.
         pytest.param(
-            dict(group=2, head_dim=256, softcap=50.0), 3, marks=pytest.mark.thorough
+            dict(group=2, head_dim=256, softcap=50.0), 3, marks=pytest.mark.slow
         ),
     ],
     ids=str,

@@ -67,7 +67,7 @@ def result(tables: tuple[Path, Path]) -> CurveFits:
     return fit_curve_file(config)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_curves_are_held_out_and_predicted(result: CurveFits) -> None:
     found = metrics(result)
     by_role = {curve["role"]: curve for curve in found["curves"]}

@@ -144,7 +144,7 @@ def test_a_start_far_away_is_left(runs: dict) -> None:
     assert abs(refit.objective - 0.00122400645673) < 1e-10
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_many_points_are_fitted_in_smaller_pieces(
     runs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,7 +176,7 @@ def test_pass_at_k_counts_subsets() -> None:
         pass_at_k(np.array([1]), 5, 6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_rollout_is_that_of_an_engine() -> None:
     prompts = TASKS["language"].draw(jax.random.key(1), 4)
     run = functools.partial(roll_out, model=MODEL, group_size=3)
@@ -286,7 +286,7 @@ def test_demonstrations_have_errors_at_the_rate() -> None:
     assert (right.tokens == wrong.tokens)[~right.mask].all()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_pretraining_lowers_the_loss() -> None:
     _, first = pretrain(0, 1, model=MODEL, batch_size=32, error_rate=0.0)
     _, last = pretrain(0, 200, model=MODEL, batch_size=32, error_rate=0.0)

@@ -207,7 +207,7 @@ def test_cosines_of_two_lengths_share_the_warm_up(
     assert run_losses[run_id][0] == pytest.approx(score.loss, rel=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_stopped_sweep_continues(full_sweep: SweepOutcome, config, tmp_path) -> None:
     out = tmp_path / "sweep"
     stopped = run_sweep(config, out, progress=Stopping(20))

@@ -221,7 +221,7 @@ LONG = np.random.default_rng(0).integers(0, 61, (2, 513), np.int32)
 @pytest.mark.parametrize(
     "layout",
     [
-        "ulysses=2",
+        pytest.param("ulysses=2", marks=pytest.mark.slow),
         "ring=2",
         pytest.param("dp=2", marks=pytest.mark.slow),
         pytest.param("tp=2,sp", marks=pytest.mark.slow),
@@ -240,7 +240,7 @@ def test_sequences_of_several_tiles_too(layout: str) -> None:
         pytest.param("ep=2,dp=4,capacity=4", MIXTURE, marks=pytest.mark.thorough),
         pytest.param("tp=2,sp", SHARED, marks=pytest.mark.slow),
         pytest.param("ep=2,ulysses=2,dp=2,gather", SHARED, marks=pytest.mark.slow),
-        pytest.param("dp=2", BALANCED, marks=pytest.mark.thorough),
+        pytest.param("dp=2", BALANCED, marks=pytest.mark.slow),
         pytest.param("ep=2,dp=4,gather", BIASED, marks=pytest.mark.slow),
         pytest.param("tp=2,sp", BIASED, marks=pytest.mark.slow),
         pytest.param("tp=2,dp=2", BIASED, marks=pytest.mark.slow),

@@ -93,7 +93,9 @@ def test_biases_move_by_the_signs_of_the_loads() -> None:
     [
         pytest.param(StepConfig(), marks=pytest.mark.slow),
         StepConfig(accumulation=2, dtype="bfloat16"),
-        StepConfig(layout=parse_layout("dp=4", zero=1)),
+        pytest.param(
+            StepConfig(layout=parse_layout("dp=4", zero=1)), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_experts_are_balanced_without_a_loss(how: StepConfig) -> None:
@@ -133,7 +135,7 @@ def test_experts_are_balanced_without_a_loss(how: StepConfig) -> None:
             assert not np.any(moment[1])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_biases_balance_an_uneven_router() -> None:
     """Imbalance after 40 steps falls; with the rate 0 it stays."""
     variations = {}

@@ -11,7 +11,7 @@ from jaxkv.workloads import md1_waiting_s
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_waiting_times_follow_the_formulas() -> None:
     assert formula_s("one", 5.0) == pytest.approx(0.15)
     # Two stages of D / 2; the first is an M/D/1 queue.
