@@ -17,8 +17,6 @@ from jaxtyping import Float, Int
 from experiments import lab
 from experiments.serving.latency_vs_rate import runs, settings
 from experiments.serving.latency_vs_rate.published import (
-    STEP,
-    batch_tolerance,
     name_in_sentence,
 )
 from experiments.serving.memory_waste.drawing import (
@@ -209,7 +207,7 @@ def _growth(
 
 @CLAIMS.judge
 def claims(result: Result) -> Iterator[lab.MeasuredValue]:
-    """Compares memory, waste and batch sizes with the published ones."""
+    """Compares memory, waste and ratios of batch sizes with the published ones."""
     yield lab.measured("weights", 100 * result.weight_bytes / result.memory_bytes)
     yield lab.measured("keys-and-values", 100 * result.kv_bytes / result.memory_bytes)
     names = result.system.tolist()
@@ -228,16 +226,7 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
             # Pages are reserved for at most one token ahead; no page is external.
             yield lab.measured("within", (shares[1:3] / shares[:3].sum() * 100).sum())
     batch = dict(zip(names, result.waste.batch.mean(axis=1), strict=True))
-    for system, published in FIGURE_BATCHES.items():
-        yield lab.measured(
-            "batch",
-            batch[system],
-            published=published,
-            tolerance=batch_tolerance(system) * published,
-            system=system,
-            system_name=name_in_sentence(system),
-            why=STEP if system == "paged" else "",
-        )
+    # The batches themselves are judged by `latency_vs_rate`.
     for other in CLAIMS.published("times"):
         yield lab.measured("times", batch["paged"] / batch[other], other=other)
 
