@@ -12,7 +12,9 @@ from jaxkv.report import NOT_JUDGED, Claim
 
 PAPERS = Path(__file__).parents[1] / "papers.toml"
 
-FigureStatus = Literal["reproduced", "partly", "not", "cannot compare", "not tried"]
+FigureStatus = Literal[
+    "reproduced", "recomputed", "partly", "not", "cannot be compared", "not tried"
+]
 _LABELS = re.compile(r"\b(figure|table)s? ([A-Z]?\d\w*(?:(?:, | and )[A-Z]?\d\w*)*)")
 
 
@@ -45,13 +47,18 @@ def figure_labels(source: str) -> list[str]:
 def judge_figure(claims: Iterable[Claim]) -> tuple[FigureStatus, str]:
     """Returns the status of a figure by its claims, and verdicts on directions."""
     judged = [claim for claim in claims if claim.verdict != NOT_JUDGED]
-    held = [claim.verdict == "holds" for claim in judged if claim.kind == "reproduces"]
+    kinds = ("reproduces", "recomputes")
+    decided = [claim for claim in judged if claim.kind in kinds]
+    held = [claim.verdict == "holds" for claim in decided]
+    if held and all(held):
+        is_run = any(claim.kind == "reproduces" for claim in decided)
+        return ("reproduced" if is_run else "recomputed"), ""
     if held:
-        return ("reproduced" if all(held) else "partly" if any(held) else "not"), ""
+        return ("partly" if any(held) else "not"), ""
     compared = [claim for claim in judged if claim.kind == "cannot compare"]
     directions = sorted({claim.direction for claim in compared if claim.direction})
     note = f"direction {' and '.join(directions)}" if directions else ""
-    return ("cannot compare" if compared else "not tried"), note
+    return ("cannot be compared" if compared else "not tried"), note
 
 
 def list_papers(claims_by_record: Mapping[str, list[Claim]]) -> list[Paper]:

@@ -1,16 +1,15 @@
 """The shipped records, their age in commits, and why one is unverified."""
 
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import framework
+from experiments.cli.doubts import find_doubt, is_timed
 from experiments.cli.results_page import RECORDS
 from jaxkv import files
 
-SLOW_YARDSTICK = 1.1
-"""Largest time of the fixed product, over its best on the processor, for times that
-count."""
 CODE = ("--", ":/", ":(top,exclude)experiments/records")
 """Paths for git: all files but the records, which a record does not make stale."""
 
@@ -30,23 +29,11 @@ class Record(NamedTuple):
     is_timed: bool
     age: int | None
 
-    def doubt(self, best_s: float) -> str:
-        """Returns why the record is unverified, or "".
-
-        Args:
-          best_s: shortest time of the fixed product on the record's processor, in s.
-        """
-        if self.env["commit"].endswith("+"):
-            return "dirty tree"
-        if self.age is None:
+    def doubt(self, best: Mapping[tuple[str, int], float]) -> str:
+        """Returns why the record is unverified, or ""; `best` as in `find_doubt`."""
+        if self.age is None and not self.env["commit"].endswith("+"):
             return "unknown commit"
-        if not self.is_timed:
-            return ""
-        times = self.env.get("yardstick_s")
-        if not times:
-            return "no yardstick"
-        excess = max(times) / best_s
-        return f"yardstick {excess:.2f} of its best" if excess > SLOW_YARDSTICK else ""
+        return find_doubt(self.env, self.is_timed, best)
 
 
 def list_records() -> list[Record]:
@@ -64,14 +51,14 @@ def list_records() -> list[Record]:
     records = []
     for path in paths:
         env = files.read_json(path)
-        entry = framework.find_entry(env["experiment"])
         name = env.get("config", "")
-        if not name and entry.timed:  # made by an earlier version, or from a file
+        if not name and is_timed(env["experiment"], ""):
+            # Made by an earlier version, or from a file.
             name = config_name(path.parent, env["experiment"])
         age = git("rev-list", "--count", f"{env['commit'].rstrip('+')}..HEAD")
-        is_timed = name in entry.timed if name else bool(entry.timed)
+        has_times = is_timed(env["experiment"], name)
         records.append(
-            Record(path.parent.name, env, is_timed, None if age is None else int(age))
+            Record(path.parent.name, env, has_times, None if age is None else int(age))
         )
     return records
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+from experiments.cli.doubts import best_yardsticks
 from experiments.cli.record_list import CODE, Record, git, list_records
 from experiments.cli.remaking import Remaking
 from jaxkv.cli import RESUMABLE, CommandOutput, describe_default, parse_options
@@ -98,15 +99,11 @@ def _minutes(records: list[Record]) -> str:
 
 def _show(records: list[Record]) -> CommandOutput:
     """Returns the list of all records."""
-    best: dict[tuple[str, int], float] = {}
-    for x in records:
-        machine = x.env["cpu"], x.env["num_cpus"]
-        times = x.env.get("yardstick_s", [])
-        best[machine] = min([best.get(machine, math.inf), *times])
+    best = best_yardsticks(x.env for x in records)
     rows = []
     documents = []
     for x in records:
-        doubt = x.doubt(best[x.env["cpu"], x.env["num_cpus"]])
+        doubt = x.doubt(best)
         commit = x.env["commit"]
         documents.append(
             {

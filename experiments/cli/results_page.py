@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from experiments.cli.doubts import best_yardsticks, find_doubt, is_timed
 from experiments.cli.paper_table import list_papers, render_papers
 from experiments.framework import load_experiment
 from jaxkv import files
@@ -21,6 +22,7 @@ from jaxkv.report import (
     claim_numbers,
     count_verdicts,
     from_plain,
+    name_verdict,
     read_run,
 )
 
@@ -97,6 +99,10 @@ _GROUPS: tuple[PageGroup, ...] = (
         lambda x: x.kind == "reproduces" and x.verdict == "fails",
     ),
     (
+        "Published numbers that their formula or rule does not give",
+        lambda x: x.kind == "recomputes" and x.verdict == "fails",
+    ),
+    (
         "Own checks that fail",
         lambda x: x.kind == "checks" and x.verdict == "fails",
     ),
@@ -104,16 +110,20 @@ _GROUPS: tuple[PageGroup, ...] = (
         "Published numbers that are reproduced",
         lambda x: x.kind == "reproduces" and x.verdict == "holds",
     ),
+    (
+        "Published numbers that their formula or rule gives",
+        lambda x: x.kind == "recomputes" and x.verdict == "holds",
+    ),
     ("Published numbers that a fit used", lambda x: x.kind == "calibrated"),
     (
-        "Published numbers under other conditions, which cannot be compared",
+        "Published numbers that cannot be compared",
         lambda x: x.kind == "cannot compare",
     ),
     (
         "Own checks that hold",
         lambda x: x.kind == "checks" and x.verdict == "holds",
     ),
-    ("Own checks under other conditions", lambda x: True),
+    ("Own checks that cannot be compared", lambda x: True),
 )
 """Headings of the page, and the claims below each; a claim is below the first."""
 
@@ -124,7 +134,8 @@ def render_page(records: list[ClaimsRecord]) -> str:
     for record in records:
         for x in record.claims:
             title = next(title for title, includes in _GROUPS if includes(x))
-            verdict = "" if x.verdict in ("holds", "fails") else f"**{x.verdict}** "
+            is_shown = x.verdict == NOT_JUDGED or x.kind == "calibrated"
+            verdict = f"**{name_verdict(x.verdict)}** " if is_shown else ""
             cause = f"**Cause:** {x.cause}" if x.cause else ""
             cells = (
                 f"[{record.folder}](records/{record.folder}/report.md)",
@@ -147,21 +158,22 @@ def render_page(records: list[ClaimsRecord]) -> str:
     sections.append(f"## Papers\n\n{render_papers(papers).strip()}")
     rows = [
         "## Records\n",
-        "| record | command | date | commit | seconds | processor |",
+        "| record | command | date | commit | unverified | seconds | processor |",
     ]
-    rows.append("|---" * 6 + "|")
+    rows.append("|---" * 7 + "|")
+    best = best_yardsticks(record.env for record in records)
     for record in records:
         env = record.env
-        commit = str(env["commit"])
-        is_dirty = commit.endswith("+")
         config = record.config
+        name = env.get("config") or ("" if config == "own" else config)
+        doubt = find_doubt(env, is_timed(record.experiment, name), best)
         if config == "own":
             config = f"--config experiments/records/{record.folder}/config.json"
         rows.append(
             f"| [{record.folder}](records/{record.folder}/report.md) "
             f"| `jaxkv run {record.experiment} {config}` "
             f"| {env['started_at'][:10]} "
-            f"| `{commit[:8]}`{' (with changes: unverified)' * is_dirty} "
+            f"| `{str(env['commit'])[:8]}` | {doubt or '-'} "
             f"| {env['duration_s']:,.0f} | {env['cpu']} |"
         )
     sections.append("\n".join(rows))
@@ -169,28 +181,32 @@ def render_page(records: list[ClaimsRecord]) -> str:
 
 
 _STATUS_LEGEND = (
-    "A number that cannot be compared was measured under other conditions; the note"
-    " gives the reason, and a direction that the source states is judged separately. A"
-    " check is an oracle, an identity or a bar of this project; its number is expected,"
-    " not published. `jaxkv claims --write` generates this page from the arrays of the"
-    " run folders in `experiments/records`; `jaxkv records` lists their commits and"
-    " dates."
+    "A reproduced number is the outcome of a simulation or run, none of them on the"
+    " publication's machine; a recomputed one is what a formula or the rule of an"
+    " algorithm gives. A number that cannot be compared was measured under other"
+    " conditions; the note gives the reason, and a direction that the source states is"
+    " judged separately. A check is an oracle, an identity or a bar of this project;"
+    " its number is expected, not published. `jaxkv claims --write` generates this page"
+    " from the arrays of the run folders in `experiments/records`; `jaxkv records`"
+    " lists their commits and dates. Times are unverified unless a fixed product, timed"
+    " with them, took at most 10 % longer than its best."
 )
 
 
 def _first_line(records: list[ClaimsRecord]) -> str:
     """Counts verdicts by kind."""
     counts = count_verdicts(claim for record in records for claim in record.claims)
-    shown, fits, checks, ways = (
-        counts[x] for x in ("reproductions", "calibrated", "checks", "directions")
-    )
+    names = "reproductions", "recomputed", "calibrated", "checks", "directions"
+    shown, formulas, fits, checks, ways = (counts[x] for x in names)
     directions = f"{ways['holds']} hold, {ways['fails']} fail"
     if undecided := sum(ways.values()) - ways["holds"] - ways["fails"]:
         directions += f", {undecided} are not decided"
     parts = [
         f"Reproductions ({sum(shown.values())}): {shown['holds']} hold,"
-        f" {shown['fails']} fail, {shown['differs']} cannot compare"
+        f" {shown['fails']} fail, {shown['differs']} cannot be compared"
         f" (directions that their sources state: {directions})",
+        f"Recomputed ({sum(formulas.values())}): {formulas['holds']} hold,"
+        f" {formulas['fails']} fail",
         f"Calibrated ({sum(fits.values())}): {_plain_counts(fits)}",
         f"Own checks ({sum(checks.values())}): {_plain_counts(checks)}",
     ]
@@ -202,7 +218,7 @@ def _first_line(records: list[ClaimsRecord]) -> str:
 def _plain_counts(counts: dict[str, int]) -> str:
     return (
         f"{counts['holds']} hold, {counts['fails']} fail,"
-        f" {counts['differs']} differ in conditions"
+        f" {counts['differs']} cannot be compared"
     )
 
 
@@ -239,7 +255,10 @@ def list_claims(folder: Path | None, write: Path | None) -> CommandOutput:
         Sheet(
             x.folder,
             ("verdict", "kind", "claim", "numbers"),
-            [(c.verdict, c.kind, c.claim, claim_numbers(c)) for c in x.claims],
+            [
+                (name_verdict(c.verdict), c.kind, c.claim, claim_numbers(c))
+                for c in x.claims
+            ],
         )
         for x in records
         if x.claims

@@ -382,6 +382,9 @@ class ClaimsFile:
             if is_other and not spec.differs:
                 raise ValueError("needs `differs`")
             low, high = published if isinstance(published, tuple) else (published, None)
+            tolerance = spec.absolute_tolerance(low or 0.0, measurement.tolerance)
+            if tolerance:
+                note = f"{note} Tolerance: {spec.because}.".strip()
             claim = judge(
                 spec.claim.format_map(words),
                 source=spec.source.format_map(words),
@@ -389,7 +392,7 @@ class ClaimsFile:
                 published_high=high,
                 ours=measurement.value,
                 unit=spec.unit,
-                tolerance=spec.absolute_tolerance(low or 0.0, measurement.tolerance),
+                tolerance=tolerance,
                 relation=spec.relation,
                 kind="reproduces" if kind == "cannot compare" else kind,
                 note=note,
@@ -403,8 +406,8 @@ class ClaimsFile:
             is_bound = direction is None and spec.direction != AS_STATED
             return claim._replace(
                 verdict="differs",
-                # A check remains a check also if its conditions differ.
-                kind="cannot compare" if kind == "reproduces" else kind,
+                # Checks and fitted numbers keep their kind if conditions differ.
+                kind=kind if kind in ("checks", "calibrated") else "cannot compare",
                 direction=_direction(spec, claim) if direction is None else direction,
                 direction_bound=spec.direction if is_bound else "",
                 note=f"{spec.differs.format_map(words)} {note}".strip(),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         claim_numbers,
         count_verdicts,
         group_heads,
+        name_verdict,
     )
     from jaxkv.report.environment import describe_machine, num_cpus
     from jaxkv.report.parts import (

@@ -7,10 +7,14 @@ from jaxkv.report import units
 
 Verdict = Literal["holds", "fails", "differs", "not judged"]
 Relation = Literal["equal", "at_least", "at_most", "within"]
-ClaimKind = Literal["reproduces", "calibrated", "cannot compare", "checks"]
-"""Kinds of claims. `reproduces`: measured under the conditions of the publication.
-`calibrated`: the published number was used in a fit. `cannot compare`: measured under
-different conditions. `checks`: an oracle, an identity, or a bar of this project."""
+ClaimKind = Literal[
+    "reproduces", "recomputes", "calibrated", "cannot compare", "checks"
+]
+"""Kinds of claims. `reproduces`: the outcome of a run or simulation under the
+conditions of the publication. `recomputes`: what a formula or the rule of an algorithm
+gives, so that no measurement decides it. `calibrated`: the published number was used in
+a fit. `cannot compare`: measured under different conditions. `checks`: an oracle, an
+identity, or a bar of this project."""
 CLAIM_KINDS: tuple[ClaimKind, ...] = get_args(ClaimKind)
 Direction = Literal["", "holds", "fails", "not decided"]
 
@@ -26,7 +30,8 @@ class Claim(NamedTuple):
       unit: unit of both numbers; "1" for a ratio.
       tolerance: largest deviation in the wrong direction that still holds, in `unit`.
       verdict: `holds`, `fails` (same conditions, outside the tolerance), `differs` (the
-        conditions cannot be compared; `note` gives the reason) or `not judged` (a smoke
+        conditions differ, so that the numbers cannot be compared; `note` gives the
+        reason) or `not judged` (a smoke
         run is too small for the statement).
       relation: relation that the measured number must have to the published one: equal
         to it, at least it, at most it, or within the range that starts with it.
@@ -78,6 +83,11 @@ class Claim(NamedTuple):
 NOT_JUDGED: Verdict = "not judged"
 
 
+def name_verdict(verdict: Verdict) -> str:
+    """Returns a verdict as it is shown."""
+    return "cannot be compared" if verdict == "differs" else verdict
+
+
 _BOUND_PHRASES = {"at_least": "to be at least ", "at_most": "to be at most "}
 
 
@@ -108,19 +118,20 @@ def claim_numbers(claim: Claim) -> str:
     )
 
 
-ClaimGroup = Literal["reproductions", "calibrated", "checks"]
-"""Groups of claims. `reproductions`: published numbers, under the same or other
-conditions. `calibrated`: numbers that a fit used. `checks`: oracles, identities and
-bars of this project."""
+ClaimGroup = Literal["reproductions", "recomputed", "calibrated", "checks"]
+"""Groups of claims. `reproductions`: published outcomes, under the same or other
+conditions. `recomputed`: published results of formulas and rules. `calibrated`: numbers
+that a fit used. `checks`: oracles, identities and bars of this project."""
 _GROUP_TITLES: Mapping[ClaimGroup, str] = {
     "reproductions": "claims",
+    "recomputed": "recomputed",
     "calibrated": "calibrated",
     "checks": "own checks",
 }
 _PLURAL_VERBS = {
     "holds": "hold",
     "fails": "fail",
-    "differs": "differ in conditions",
+    "differs": "cannot be compared",
     NOT_JUDGED: f"{NOT_JUDGED}: smoke",
 }
 
@@ -128,7 +139,11 @@ _PLURAL_VERBS = {
 def group_claims(claims: Iterable[Claim]) -> dict[ClaimGroup, list[Claim]]:
     """Returns the claims by group, in the given order."""
     groups: dict[ClaimGroup, list[Claim]] = {name: [] for name in _GROUP_TITLES}
-    named: dict[str, ClaimGroup] = {"calibrated": "calibrated", "checks": "checks"}
+    named: dict[str, ClaimGroup] = {
+        "recomputes": "recomputed",
+        "calibrated": "calibrated",
+        "checks": "checks",
+    }
     for claim in claims:
         groups[named.get(claim.kind, "reproductions")].append(claim)
     return groups

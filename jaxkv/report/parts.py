@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxkv.report import plain_json, units
-from jaxkv.report.claims import Claim, claim_numbers, group_heads
+from jaxkv.report.claims import Claim, claim_numbers, group_heads, name_verdict
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -170,7 +170,8 @@ def part_to_markdown(part: ReportPart) -> str:
         blocks = ["## claims"]
         for head, claims in group_heads(part.claims).items():
             items = (
-                f"* **{x.verdict}**: {x.claim}; {claim_numbers(x)}. {x.note}".split()
+                f"* **{name_verdict(x.verdict)}**: {x.claim};"
+                f" {claim_numbers(x)}. {x.note}".split()
                 for x in claims
             )
             blocks += [f"{head[0].upper()}{head[1:]}.", "\n".join(map(" ".join, items))]

@@ -13,7 +13,7 @@ def test_every_figure_has_either_claims_or_a_reason() -> None:
     claimed = {
         (next(x.source for x in papers if claim.source.startswith(x.source)), label)
         for claim in claims
-        if claim.kind in ("reproduces", "cannot compare")
+        if claim.kind in ("reproduces", "recomputes", "cannot compare")
         for label in paper_table.figure_labels(claim.source)
     }
     rows = {(x.source, row.label): row for x in papers for row in x.rows}
@@ -34,4 +34,7 @@ def test_claims_give_the_status_of_a_figure() -> None:
     assert judge([holds, fails]) == ("partly", "")
     assert judge([fails, skipped, differs]) == ("not", "")
     assert judge([skipped, holds._replace(kind="checks")]) == ("not tried", "")
-    assert judge([differs, opposed]) == ("cannot compare", "direction fails")
+    assert judge([differs, opposed]) == ("cannot be compared", "direction fails")
+    formula = holds._replace(kind="recomputes")
+    assert judge([formula, differs]) == ("recomputed", "")
+    assert judge([formula, holds]) == ("reproduced", "")

@@ -49,8 +49,9 @@ def test_all_records_are_listed_with_age_and_doubt(jaxkv: Command) -> None:
 def test_a_record_is_unverified_for_one_reason(
     env: dict[str, Any], is_timed: bool, age: int | None, doubt: str
 ) -> None:
-    record = record_list.Record("name", env, is_timed, age)
-    assert record.doubt(best_s=0.02) == doubt
+    machine = {"cpu": "a processor", "num_cpus": 2}
+    record = record_list.Record("name", machine | env, is_timed, age)
+    assert record.doubt({("a processor", 2): 0.02}) == doubt
 
 
 def test_results_are_compared_by_arrays_and_verdicts(tmp_path: Path) -> None:

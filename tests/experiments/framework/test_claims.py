@@ -59,10 +59,13 @@ def test_a_claim_is_formatted_and_judged(tmp_path: Path) -> None:
     judge = book(tmp_path, TEXT).judge(lambda result: measurements)
     one, other, half, share = judge(None)
     assert (one.claim, one.source) == ("a: 1.0 serve best", "They 2020, of a, figure 1")
-    assert (one.verdict, one.note) == ("holds", "They 2020, of a?")
+    assert (one.verdict, one.note) == (
+        "holds",
+        "They 2020, of a? Tolerance: as printed.",
+    )
     assert (other.verdict, other.note) == (
         "differs",
-        "Another machine, cpu. They 2020, of a?",
+        "Another machine, cpu. They 2020, of a? Tolerance: as printed.",
     )
     assert (half.published, half.tolerance, half.verdict) == (0.6, 0.2, "holds")
     assert (share.tolerance, share.verdict) == (0.2, "holds")
@@ -258,13 +261,13 @@ def test_a_smoke_run_judges_only_checks(tmp_path: Path) -> None:
     assert [x.verdict for x in claims] == verdicts
     assert not any(x.direction for x in claims)
     heads = [*group_heads(claims)]
-    assert heads[0].endswith("0 differ in conditions, 2 not judged: smoke")
+    assert heads[0].endswith("0 cannot be compared, 2 not judged: smoke")
 
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ('kind = "checks"\n', "", "check: kind is missing; one of: reproduces, cal"),
+        ('kind = "checks"\n', "", "check: kind is missing; one of: reproduces, rec"),
         (
             'fitted = "Lengths follow from it."\n',
             "",

@@ -78,7 +78,7 @@ def test_run_prints_tables_without_json(
   p95     2.5 s
   label   µ|s
 
-claims: 0 hold, 1 fail, 0 differ in conditions
+claims: 0 hold, 1 fail, 0 cannot be compared
   fails  the tail is short
          ours 2.5 s, published 3 s (us)
 
