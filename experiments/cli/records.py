@@ -54,6 +54,8 @@ def main(args: list[str]) -> CommandOutput:
             lines.append(line)
         elif not record.is_timed:
             break
+    if lines:
+        lines.append("then: jaxkv claims --write experiments/RESULTS.md")
     status = 0
     if waiting:
         lines.append(f"to do: {', '.join(waiting)}; run the same command to continue")

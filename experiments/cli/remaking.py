@@ -9,7 +9,6 @@ checkpoints. A record whose numbers are times is never paused.
 import dataclasses
 import json
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -183,21 +181,9 @@ class Remaking:
         report = render_report(experiment.question, run.config, run.env, run.parts)
         files.write_atomically(self._folder / "report.md", report)
         replace_run(shipped, self._folder)
-        _update_row(RECORDS / "README.md", name, env)
         equal = f"{len(differing)} arrays differ" if differing else "equal arrays"
         verdicts = f"; verdicts: {'; '.join(changed)}" if changed else ""
         return f"{name}: {env['duration_s']:.0f} s, {equal}{verdicts}"
-
-
-def _update_row(page: Path, name: str, env: dict[str, Any]) -> None:
-    """Writes date, commit and seconds of a record into its row of the table."""
-    row = re.compile(rf"^(\| \[{name}\]\(.*?\) \| `.*?` \|).*$", re.MULTILINE)
-    duration_s = env["duration_s"]
-    seconds = f"{duration_s:,.0f}" if duration_s >= 10 else f"{duration_s:.1f}"
-    is_dirty = "+" * env["commit"].endswith("+")
-    cells = f"{env['started_at'][:10]} | `{env['commit'][:8]}{is_dirty}` | {seconds} |"
-    text = row.sub(lambda match: f"{match[1]} {cells}", files.read_text(page))
-    files.write_atomically(page, text)
 
 
 def _process_state(pid: int) -> str:

@@ -69,20 +69,6 @@ def test_results_are_compared_by_arrays_and_verdicts(tmp_path: Path) -> None:
     assert remaking._changed_verdicts(*folders) == ["it falls: holds, now fails"]
 
 
-def test_a_row_of_the_table_has_the_new_run(tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    shutil.copy(RECORDS / "README.md", page)
-    before = page.read_text("utf-8").splitlines()
-    env = {"started_at": "2027-01-02T03", "commit": "0123456789", "duration_s": 1234.5}
-    remaking._update_row(page, "demo", env)
-    after = page.read_text("utf-8").splitlines()
-    [changed] = [new for old, new in zip(before, after, strict=True) if old != new]
-    assert changed == (
-        "| [demo](demo/report.md) | `jaxkv run demo real` | 2027-01-02 | `01234567` | "
-        "1,234 |"
-    )
-
-
 def test_a_process_does_not_run_while_it_is_paused(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = "import sys, time\nwhile True: print('x', flush=True); time.sleep(0.01)"
