@@ -90,6 +90,7 @@ class Remaking:
         expected_s = record.env["duration_s"]
         print(f"{record.name}: {expected_s:.0f} s when last made", file=sys.stderr)
         if record.is_timed and time.monotonic() + expected_s > end_s:
+            print("  not started: a run with times needs one piece", file=sys.stderr)
             return ""
         child = None
         process = self._load()

@@ -93,8 +93,7 @@ class EngineConfig:
     num_pages: int = 512
     """KV pages in the pool (vLLM: KV cache blocks)."""
     page_size: int = 16
-    """Tokens per page (vLLM: block size). With 1, XLA copies the whole pool in every
-    step on a CPU (see experiments/LOG.md); from 2 on it updates the pool in place."""
+    """Tokens per page (vLLM: block size)."""
     max_slots: int = 8
     """Largest number of running sequences."""
     max_length: int = 512

@@ -4,6 +4,7 @@ Preemptions and restores are counted from the engine's trace, which holds the re
 each slot and its number of fed tokens.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -16,7 +17,6 @@ from experiments.harness import PromptRequest, Server, make_engine
 from jaxkv import scheduling
 from jaxkv.engine import EngineConfig
 from jaxkv.models import LoadedModel
-from jaxkv.sampling import Sampling
 from jaxkv.scheduling import FCFS, Counts, Plan, Victim
 
 
@@ -156,7 +156,9 @@ def serve_settings(
     tables = {}
     expected = list[list[int]]()
     compiled = set[EngineConfig]()
-    warm = requests[0]._replace(sampling=Sampling.greedy(max_tokens=2))
+    # Sampled as the others are: greedy requests alone have another program.
+    short = dataclasses.replace(requests[0].sampling, max_tokens=2)
+    warm = requests[0]._replace(sampling=short)
     for name, label, repeats, ways in cases:
         runs_by_setting: list[list[ServedRun]] = [[] for _ in ways]
         num = len(ways)

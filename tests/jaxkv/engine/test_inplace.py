@@ -48,6 +48,9 @@ EVERYTHING = {"prefix_cache": True, "max_beams": 4, "max_swap_pages": LARGE}
     [
         pytest.param({}, "reproducible", id="reproducible", marks=pytest.mark.slow),
         pytest.param({}, "fast", id="fast", marks=pytest.mark.slow),
+        pytest.param(
+            {"page_size": 1}, "fast", id="token pages", marks=pytest.mark.slow
+        ),
         pytest.param({"max_slots": 1}, "fast", id="one slot", marks=pytest.mark.slow),
         pytest.param(
             {"max_slots": 1, "page_size": 4},
