@@ -31,8 +31,7 @@ class Claim(NamedTuple):
       tolerance: largest deviation in the wrong direction that still holds, in `unit`.
       verdict: `holds`, `fails` (same conditions, outside the tolerance), `differs` (the
         conditions differ, so that the numbers cannot be compared; `note` gives the
-        reason) or `not judged` (a smoke
-        run is too small for the statement).
+        reason) or `not judged` (a smoke run is too small for the statement).
       relation: relation that the measured number must have to the published one: equal
         to it, at least it, at most it, or within the range that starts with it.
       note: conditions and remarks.
@@ -84,8 +83,8 @@ NOT_JUDGED: Verdict = "not judged"
 
 
 def name_verdict(verdict: Verdict) -> str:
-    """Returns a verdict as it is shown."""
-    return "cannot be compared" if verdict == "differs" else verdict
+    """Returns a verdict as it is shown, in the singular."""
+    return _PLURAL_VERBS["differs"] if verdict == "differs" else verdict
 
 
 _BOUND_PHRASES = {"at_least": "to be at least ", "at_most": "to be at most "}

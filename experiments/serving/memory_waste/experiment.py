@@ -16,9 +16,7 @@ from jaxtyping import Float, Int
 
 from experiments import lab
 from experiments.serving.latency_vs_rate import runs, settings
-from experiments.serving.latency_vs_rate.published import (
-    name_in_sentence,
-)
+from experiments.serving.latency_vs_rate.published import name_in_sentence
 from experiments.serving.memory_waste.drawing import (
     CLAIMS,
     FIGURE_BATCHES,
