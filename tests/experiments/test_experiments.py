@@ -10,7 +10,7 @@ import pytest
 
 from experiments import framework
 from experiments.framework import load_experiment
-from jaxkv.report import dumps, render_report, run_folder
+from jaxkv.report import dumps, name_verdict, render_report, run_folder
 from pallas_kernels.bench import unavailable_reason
 from scaling.corpora import LanguageConfig
 from tests.support import figures, smoke
@@ -58,7 +58,7 @@ def test_a_smoke_run_writes_a_complete_folder(
     report = files["report.md"].decode()
     assert report.startswith(f"# {experiment.question}\n")
     for claim in smoke_run.claims:
-        assert f"* **{claim.verdict}**: {claim.claim}; " in report
+        assert f"* **{name_verdict(claim.verdict)}**: {claim.claim}; " in report
         # A smoke run is too small for claims on GPUs.
         assert (claim.verdict == "not judged") == claim.needs_size
     assert dumps(smoke_run.metrics)
