@@ -151,10 +151,11 @@ class Worker:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), engine.state.pages
         )
         self.identity = identity.engine_identity(engine)
-        # All programs are compiled before the first request.
+        # All programs are compiled before the first request, whatever its kind.
         ask = Sampling.greedy(max_tokens=1, ignore_eos=True, prefix_cache=False)
         programs = [*engine.static.values(), engine.rules, spec.mesh]
         with compile_once(f"{programs} {self.identity['software']}"):
+            engine.compile()
             engine.generate([[0]], ask)
             pages, _ = engine.take_prefix([0])
             engine.bring_prefix([0], pages)

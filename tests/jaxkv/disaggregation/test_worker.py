@@ -109,9 +109,13 @@ def test_two_workers_answer_as_one_engine() -> None:
         launcher = LocalLauncher()
         router = Router(launcher)
         await router.start([PREFILL, DECODE])
+        workers = [handle.local._engine.engine for handle in launcher.workers.values()]
+        compiled_s = [engine.compile_s for engine in workers]
         coroutines = (router.answer(x, ASK, key_id=i) for i, x in enumerate(PROMPTS))
         answers = await asyncio.gather(*coroutines)
         assert [x.completion.tokens for x in answers] == wanted()
+        # No request waits for a compilation.
+        assert [engine.compile_s for engine in workers] == compiled_s
         # Two tokens are less than a page: the decode worker reads them itself.
         sent = [x.transfer.num_bytes > 0 for x in answers]
         assert sent == [True] * 3 + [False] + [True] * 2
