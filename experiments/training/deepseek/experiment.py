@@ -152,8 +152,8 @@ class Result(lab.ResultRecord):
     models: TrainedModels = lab.column("by kind and seed")
     differences: LossDifferences = lab.column(
         "by pair of kinds",
-        note="The interval is two standard errors on both sides: of the choice of "
-        "held-out windows, and of the seeds (half their range).",
+        note="95 % intervals: of the choice of held-out windows, and of the seeds by "
+        "Student's t.",
     )
     balance: ExpertBalance = lab.column("by report of the mixtures", is_reported=False)
     served: ServedModels = lab.column("by way of serving and batch size")

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float
+from scipy import stats
 
 from experiments import lab
 from jaxkv import validation
@@ -85,7 +86,7 @@ class Config(lab.ConfigRecord):
     shapes: BlockShapes = BlockShapes()
     kinds: Annotated[tuple[Kind, ...], lab.Choices(BLOCK_KINDS)] = BLOCK_KINDS
     """Trained kinds."""
-    num_seeds: lab.PositiveInt = 2
+    num_seeds: lab.PositiveInt = 6
     """Runs of each kind, with seeds 0, 1, ..., which also order the text."""
     corpus: CorpusConfig = STANDARD_LIBRARY
     seq_len: lab.PositiveInt = 128
@@ -288,11 +289,12 @@ def train_block_model(
 def loss_difference(
     runs: list[TrainedModel], ours: Kind, other_kind: Kind
 ) -> Float[np.ndarray, "3"]:
-    """Returns the loss of one kind less that of another, with an interval.
+    """Returns the loss of one kind less that of another, with a 95 % interval.
 
     Runs of equal seeds see the same text, and all are scored on the same windows. The
-    interval is two standard errors on both sides. The standard error has two parts: the
-    choice of held-out windows, by paired windows, and the seeds, by half their range.
+    half width has two parts, added as squares: of the held-out windows, two standard
+    errors of paired windows; of the seeds, Student's t for their number. A single seed
+    has no second part.
 
     Returns:
       The mean difference, and the ends; NaN without runs of both kinds.
@@ -307,8 +309,12 @@ def loss_difference(
         return np.full(3, np.nan)
     by_seed = np.stack(pairs).astype(np.float64)
     windows = by_seed.mean(0)
-    text = windows.std(ddof=1) / np.sqrt(len(windows))
-    seeds = np.ptp(by_seed.mean(1)) / 2
-    half = 2 * np.hypot(text, seeds)
+    text = 2 * windows.std(ddof=1) / np.sqrt(len(windows))
+    num = len(pairs)
+    seeds = 0.0
+    if num > 1:
+        t = stats.t.ppf(0.975, num - 1)
+        seeds = t * by_seed.mean(1).std(ddof=1) / np.sqrt(num)
+    half = np.hypot(text, seeds)
     mean = windows.mean()
     return np.array([mean, mean - half, mean + half])

@@ -85,9 +85,10 @@ def test_losses_are_paired_by_window_and_seed() -> None:
     ]
     mean, low, high = runs.loss_difference(models, "MLA", "MHA")
     assert mean == pytest.approx(-0.25)
-    half = 2 * np.hypot(small.std(ddof=1) / 10, 0.05)
-    np.testing.assert_allclose([low, high], [mean - half, mean + half])
-    # A single seed has no range; equal losses have no error.
+    # Student's t of two seeds; their standard error is half their range.
+    half = np.hypot(2 * small.std(ddof=1) / 10, 12.7062 * 0.05)
+    np.testing.assert_allclose([low, high], [mean - half, mean + half], rtol=1e-6)
+    # A single seed has no spread; equal losses have no error.
     np.testing.assert_array_equal(runs.loss_difference(models, "GQA", "MHA"), 0)
     assert np.isnan(runs.loss_difference(models, "MQA", "MHA")).all()
 
