@@ -387,7 +387,9 @@ def expected_numbers() -> dict[str, list[str]]:
         "Xeon, prefill of": ranged("prefill_ratio", of=xeon, sequences=1),
         "| training, width": [written("{:.2f}", faster("bench_train"))],
         "Xeon, training": [written("{:.2f}", faster("bench_train_xeon"))],
-        "Xeon, first answer": [written("{:.1f} s", [started("cold"), started("warm")])],
+        "First answer of the bundled": [
+            written("{:.1f} s", [started("cold"), started("warm")])
+        ],
         "4,000 bootstrap fits": [f"{fits['NumPy gradient + SciPy BFGS']['ratio']:.0f}"],
         "simulated steps per second": [f"{np.divide(*steps.values()):.1f}"],
         "speculation over": [f"{adapts:.2f}, {worst:.2f}; {eagle:.2f}"],
@@ -441,7 +443,7 @@ FRONT = {
     "decode at a context of 768 tokens": "decode at a context of 768",
     "prefill of 128": "| prefill of 128",
     "training at width": "| training, width",
-    "first answer of the bundled": "Xeon, first answer",
+    "first answer of the bundled": "First answer of the bundled",
     "load that paged memory sustains": "fig. 12,",
     "simulated steps per second": "simulated steps per second",
     "4,000 bootstrap fits": "4,000 bootstrap fits",
