@@ -9,10 +9,12 @@ from experiments import framework
 SLOW_YARDSTICK = 1.1
 """Largest time of the fixed product, over its best on the processor, for times that
 count."""
+type BestTimes = Mapping[tuple[str, int], float]
+"""Shortest time of the fixed product in s by processor and cores."""
 
 
-def best_yardsticks(envs: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], float]:
-    """Returns the shortest time of the fixed product in s by processor and cores."""
+def best_yardsticks(envs: Iterable[Mapping[str, Any]]) -> BestTimes:
+    """Returns the shortest times of the fixed product in all records."""
     best: dict[tuple[str, int], float] = {}
     for env in envs:
         machine = env["cpu"], env["num_cpus"]
@@ -27,9 +29,7 @@ def is_timed(experiment: str, config: str) -> bool:
     return config in timed if config else bool(timed)
 
 
-def find_doubt(
-    env: Mapping[str, Any], has_times: bool, best: Mapping[tuple[str, int], float]
-) -> str:
+def find_doubt(env: Mapping[str, Any], has_times: bool, best: BestTimes) -> str:
     """Returns why a record is unverified, or "".
 
     Args:

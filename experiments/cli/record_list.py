@@ -1,12 +1,11 @@
 """The shipped records, their age in commits, and why one is unverified."""
 
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import framework
-from experiments.cli.doubts import find_doubt, is_timed
+from experiments.cli.doubts import BestTimes, find_doubt, is_timed
 from experiments.cli.results_page import RECORDS
 from jaxkv import files
 
@@ -29,7 +28,7 @@ class Record(NamedTuple):
     is_timed: bool
     age: int | None
 
-    def doubt(self, best: Mapping[tuple[str, int], float]) -> str:
+    def doubt(self, best: BestTimes) -> str:
         """Returns why the record is unverified, or ""; `best` as in `find_doubt`."""
         if self.age is None and not self.env["commit"].endswith("+"):
             return "unknown commit"

@@ -9,7 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from experiments.cli.doubts import best_yardsticks, find_doubt, is_timed
+from experiments.cli.doubts import (
+    BestTimes,
+    best_yardsticks,
+    find_doubt,
+    is_timed,
+)
 from experiments.cli.paper_table import list_papers, render_papers
 from experiments.framework import load_experiment
 from jaxkv import files
@@ -52,6 +57,11 @@ class ClaimsRecord(NamedTuple):
     """Path relative to the given folder."""
     env: dict[str, Any]
     claims: list[Claim]
+
+    def doubt(self, best: BestTimes) -> str:
+        """Returns why the record is unverified, or ""; `best` as in `find_doubt`."""
+        name = self.env.get("config") or ("" if self.config == "own" else self.config)
+        return find_doubt(self.env, is_timed(self.experiment, name), best)
 
 
 def find_records(folder: Path) -> list[ClaimsRecord]:
@@ -130,15 +140,18 @@ _GROUPS: tuple[PageGroup, ...] = (
 
 def render_page(records: list[ClaimsRecord]) -> str:
     """Renders the page in Markdown: failing claims first, one line for each claim."""
+    best = best_yardsticks(record.env for record in records)
     tables: dict[str, list[str]] = {title: [] for title, _ in _GROUPS}
     for record in records:
+        link = f"[{record.folder}](records/{record.folder}/report.md)"
+        origin = [link, record.env["started_at"][:10], record.doubt(best)]
         for x in record.claims:
             title = next(title for title, includes in _GROUPS if includes(x))
             is_shown = x.verdict == NOT_JUDGED or x.kind == "calibrated"
             verdict = f"**{name_verdict(x.verdict)}** " if is_shown else ""
             cause = f"**Cause:** {x.cause}" if x.cause else ""
             cells = (
-                f"[{record.folder}](records/{record.folder}/report.md)",
+                ", ".join(filter(None, origin)),
                 x.claim,
                 f"{verdict}{claim_numbers(x)}",
                 f"{cause} {x.note}".strip(),
@@ -161,19 +174,16 @@ def render_page(records: list[ClaimsRecord]) -> str:
         "| record | command | date | commit | unverified | seconds | processor |",
     ]
     rows.append("|---" * 7 + "|")
-    best = best_yardsticks(record.env for record in records)
     for record in records:
         env = record.env
         config = record.config
-        name = env.get("config") or ("" if config == "own" else config)
-        doubt = find_doubt(env, is_timed(record.experiment, name), best)
         if config == "own":
             config = f"--config experiments/records/{record.folder}/config.json"
         rows.append(
             f"| [{record.folder}](records/{record.folder}/report.md) "
             f"| `jaxkv run {record.experiment} {config}` "
             f"| {env['started_at'][:10]} "
-            f"| `{str(env['commit'])[:8]}` | {doubt or '-'} "
+            f"| `{str(env['commit'])[:8]}` | {record.doubt(best) or '-'} "
             f"| {env['duration_s']:,.0f} | {env['cpu']} |"
         )
     sections.append("\n".join(rows))
@@ -187,9 +197,10 @@ _STATUS_LEGEND = (
     " conditions; the note gives the reason, and a direction that the source states is"
     " judged separately. A check is an oracle, an identity or a bar of this project;"
     " its number is expected, not published. `jaxkv claims --write` generates this page"
-    " from the arrays of the run folders in `experiments/records`; `jaxkv records`"
-    " lists their commits and dates. Times are unverified unless a fixed product, timed"
-    " with them, took at most 10 % longer than its best."
+    " from the arrays of the run folders in `experiments/records`. Each row has the"
+    " date of its record, and why its times are unverified: they are, unless a fixed"
+    " product, timed with them, took at most 10 % longer than its best. The last table"
+    " has commands and commits."
 )
 
 
