@@ -506,6 +506,16 @@ WORDS = {
 }
 
 
+def test_the_results_page_has_the_dates_of_old_records() -> None:
+    envs = {x.parent.name: x for x in RECORDS.glob("*/env.json")}
+    days = {
+        name: json.loads(path.read_text("utf-8"))["started_at"][:10]
+        for name, path in envs.items()
+    }
+    named = re.findall(r"`(\w+)` \((2026-\d\d-\d\d)\)", read("docs/results.md"))
+    assert dict(named) == {name: x for name, x in days.items() if x < "2026-11-29"}
+
+
 def test_the_results_page_has_the_verdicts_of_the_records_by_kind() -> None:
     page = read("docs/results.md")
     counted: Counter[tuple[str, str]] = Counter()
