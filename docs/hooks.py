@@ -58,7 +58,8 @@ def _read(path: Path) -> str:
 def _figure_list() -> str:
     """Returns a section for each record with a figure: question, command, panels."""
     pattern = r"\[(\w+)\]\([^)]+\)(?: \| |\*\* is )(`[^`]+`)"
-    commands = dict(re.findall(pattern, _read(RECORDS / "README.md"))[::-1])
+    pages = _read(RECORDS.parent / "RESULTS.md") + _read(RECORDS / "README.md")
+    commands = dict(re.findall(pattern, pages)[::-1])
     sections = []
     for folder in sorted(path.parent for path in RECORDS.glob("*/figure.png")):
         name = folder.name
