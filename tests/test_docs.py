@@ -26,7 +26,7 @@ import pytest
 import jaxkv
 from tests.support import pages
 from tests.support.browser import browse
-from tests.support.folders import ROOT
+from tests.support.folders import RECORDS, ROOT
 
 DOCS = ROOT / "docs"
 QUICK = {"tutorials/scaling_law.md"}
@@ -326,6 +326,15 @@ def css_targets(text: str) -> list[str]:
 
 def is_external(target: str) -> bool:
     return bool(urlsplit(target).netloc) or target.startswith("//")
+
+
+def test_the_figures_page_has_every_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("mkdocs", "griffe", "pygments"):
+        pytest.importorskip(module)
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    text = importlib.import_module("hooks")._figure_list()
+    for path in RECORDS.glob("*/figure.png"):
+        assert f"### {path.parent.name}\n" in text
 
 
 @pytest.fixture(scope="module")
