@@ -86,6 +86,28 @@ def test_score_has_the_same_bits_with_the_runs_of_an_engine(
     np.testing.assert_array_equal(short[:, :-1], scores)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "experts",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES if x != "experts"),
+    ],
+)
+def test_no_bit_depends_on_the_place_of_a_row(family: str) -> None:
+    """Products of 32 rows have had other bits in the last two of them."""
+    config = FAMILIES[family]
+    params = params_of(config)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, (3, 60)).astype(np.int32)
+    expected = None
+    for shift in range(0, 32, 3):
+        # The first sequence moves the others within their tiles.
+        lengths = np.array([shift, 60, 60], np.int32)
+        scores = jaxkv.score(params, tokens, lengths, config=config)[1:]
+        expected = scores if expected is None else expected
+        np.testing.assert_array_equal(scores, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("load", LOADS[1:])
 def test_the_order_of_requests_changes_no_bit(load: str) -> None:

@@ -165,7 +165,13 @@ class Orientation:
 
     def transpose(self, x: Float[Array, "_ _"]) -> Float[Array, "_ _"]:
         """Converts `[rows, features]` to activations and back."""
-        return x if self.axis == -1 else x.T
+        if self.axis == -1:
+            return x
+        if self.numerics == "reproducible":
+            # Otherwise XLA transposes a product before it, and CPUs may multiply the
+            # last rows of a tile in another order.
+            x = jax.lax.optimization_barrier(x)
+        return x.T
 
     def embed(self, table: Table, tokens: Array, num_words: int) -> Activations:
         """Returns embeddings from a table of `num_words`, or of this device's part."""
