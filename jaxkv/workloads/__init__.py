@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         SHAREGPT,
         Fixed,
         Gamma,
+        Histogram,
         Lengths,
         LogNormal,
         Pair,

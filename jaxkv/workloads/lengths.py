@@ -134,7 +134,43 @@ class Gamma:
         return rng.gamma(self.shape, self.mean / self.shape, num)
 
 
-type LengthDistribution = Fixed | Uniform | LogNormal | Gamma
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """Bars of equal width, uniform within a bar, as publications draw lengths."""
+
+    first: float
+    """Lower edge of the first bar in tokens, at least 1."""
+    width: float
+    """Width of a bar in tokens, above 0."""
+    counts: tuple[int, ...]
+    """Requests in each bar, or a number in proportion; at least one above 0."""
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        high = float(MAX_TOKEN_COUNT)
+        hint = f"in [1, {MAX_TOKEN_COUNT}]"
+        validation.number("first", self.first, low=1.0, high=high, hint=hint)
+        least = math.ulp(0.0)
+        validation.number("width", self.width, low=least, high=high, hint="above 0")
+        for count in self.counts:
+            validation.integer("counts", count, low=0, hint="at least 0")
+        if not any(self.counts):
+            raise ValueError(f"counts={self.counts} must have one above 0")
+
+    @property
+    def mean(self) -> float:
+        """Mean length in tokens."""
+        middles = self.first + self.width * (np.arange(len(self.counts)) + 0.5)
+        return float(np.average(middles, weights=self.counts))
+
+    def draw(self, rng: np.random.Generator, num: int) -> Float[np.ndarray, " num"]:
+        """Draws lengths that are not rounded yet."""
+        shares = np.array(self.counts) / sum(self.counts)
+        bars = rng.choice(len(shares), num, p=shares)
+        return self.first + self.width * (bars + rng.random(num))
+
+
+type LengthDistribution = Fixed | Uniform | LogNormal | Gamma | Histogram
 
 
 class Pair(ConfigRecord):

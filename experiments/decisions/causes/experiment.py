@@ -1,9 +1,10 @@
-"""Changes one assumption at a time under numbers that are not reproduced.
+"""Replaces assumptions under numbers that are not reproduced by measured values.
 
 The paged-attention paper prints no step times and only the means of its lengths, so a
-simulation of its figures rests on assumptions. Each failing figure is simulated again
-with longer and shorter steps, other shapes of lengths, and other latency bounds. Of
-DistServe's example, prefill is slowed until its own rate is the printed one.
+simulation of its figures rests on assumptions. Its drawings have more: histograms of
+the lengths, latencies at low load, from which step times follow, and the loads that
+systems sustain. Each figure is simulated as recorded, with either assumption replaced,
+and with both. The same is done with the first figure of DistServe.
 """
 
 import dataclasses
@@ -13,54 +14,50 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from experiments import lab
+from experiments.decisions.causes import distserve
 from experiments.serving.chatbot import experiment as chatbot
-from experiments.serving.disaggregation import runs as disaggregation
-from experiments.serving.disaggregation import settings as distserve
-from experiments.serving.latency_vs_rate import published, runs, settings
-from jaxkv.simulation import (
-    Job,
-    drop_late_arrivals,
-    sample_requests,
-    select_requests,
-    simulate_jobs,
-)
-from jaxkv.workloads import SHAREGPT, Fixed, goodput, load_ratio
+from experiments.serving.latency_vs_rate import drawings, published, runs, settings
+from jaxkv.workloads import SHAREGPT, Fixed, sustained_rate
 
 CHAT = "17"
 """The figure of the chat service; the others are panels of `latency_vs_rate`."""
 EXAMPLE = "DistServe"
-ORACLE = "over Orca (Oracle)"
-MAX = "over Orca (Max)"
-PRINTED: dict[str, dict[str, tuple[float, float]]] = {
-    "12c": {ORACLE: (1.7, 2.7), MAX: (2.7, 8.0)},
-    "12d": {ORACLE: (1.3, 1.3), "batch of pages": (132.44, 132.44)},
-    "14f": {ORACLE: (2.3, 2.3)},
-    CHAT: {ORACLE: (2.0, 2.0), MAX: (2.0, 2.0)},
-    EXAMPLE: {
-        "prefill, requests/s": (5.6, 5.6),
-        "decode, requests/s": (10.0, 10.0),
-        "both, requests/s": (1.6, 1.6),
-    },
-}
-"""Published numbers and ranges, with sources in the claims of `latency_vs_rate`,
-`chatbot` and `disaggregation`."""
-TOLERANCES = {"12d": 0.05, "14f": 0.05, CHAT: 0.1, EXAMPLE: 0.15}
-"""Shares of the published number within which a value agrees."""
-RECORDED = "as recorded"
-SYSTEMS: tuple[settings.System, ...] = ("Orca (Max)", "Orca (Oracle)", "paged")
+FIGURES = ("12a", "12b", "12c", "12d", "12e", "12f", "14f", CHAT, EXAMPLE)
+SYSTEMS: tuple[settings.System, ...] = (*settings.ORCAS, "paged")
+RATE_SHARE = 0.15
+"""Tolerance of a rate, as for DistServe's rates in `disaggregation`."""
+
+
+class Change(NamedTuple):
+    """Assumptions that are replaced.
+
+    Attributes:
+      name: name in tables.
+      has_lengths: True for the lengths of figure 11.
+      has_steps: True for the step times that latencies at low load imply.
+      has_full_prompts: True if every prompt of the chat service has all its tokens.
+    """
+
+    name: str
+    has_lengths: bool = False
+    has_steps: bool = False
+    has_full_prompts: bool = False
+
+
+RECORDED = Change("as recorded")
+LENGTHS = Change("drawn lengths", has_lengths=True)
+STEPS = Change("drawn steps", has_steps=True)
+BOTH = Change("both", has_lengths=True, has_steps=True)
+PREFILL = Change("fitted prefill")
+"""Of DistServe's example alone: prefill is scaled until it has its printed rate."""
+FULL = Change("full prompts", has_full_prompts=True)
 
 
 class Config(lab.ConfigRecord):
-    """Figures and changes."""
+    """Figures and length of the simulations."""
 
-    figures: Annotated[tuple[str, ...], lab.Choices(PRINTED)] = tuple(PRINTED)
+    figures: Annotated[tuple[str, ...], lab.Choices(FIGURES)] = FIGURES
     """Figures to simulate."""
-    step_scales: lab.PositiveFloats = (0.8, 1.25, 1.6)
-    """Factors on all step times."""
-    shape_scales: lab.PositiveFloats = (0.5, 2.0)
-    """Factors on the shape parameter of the lengths of answers."""
-    bounds: lab.PositiveFloats = (0.2, 0.9)
-    """Other latency bounds in s a token."""
     hours_share: Annotated[float, lab.Range(0, 1, "(]")] = 0.5
     """Share of the hours of each figure."""
     num_rates: Annotated[int, lab.Range(2)] = 6
@@ -76,8 +73,6 @@ class Config(lab.ConfigRecord):
 CONFIGS = {
     "smoke": Config(
         figures=("12c", EXAMPLE),
-        step_scales=(1.25,),
-        shape_scales=(),
         hours_share=0.02,
         num_rates=3,
         num_near=2,
@@ -88,74 +83,57 @@ CONFIGS = {
 
 
 class ChangeTable(lab.ResultTable):
-    """A quantity under each change of an assumption."""
+    """A quantity under each change of the assumptions."""
 
     figure: lab.Texts = lab.column("figure, or the example of DistServe")
     quantity: lab.Texts = lab.column("quantity")
-    change: lab.Texts = lab.column("change of an assumption")
-    value: lab.Floats = lab.column("simulated")
-    low: lab.Floats = lab.column("published, or the end of its range")
-    high: lab.Floats = lab.column("the other end")
-    agrees: lab.Bools = lab.column("within the tolerance", heading="agrees")
+    change: lab.Texts = lab.column("assumptions that are replaced")
+    value: lab.Floats = lab.column("simulated; NaN if no rate was sustained")
+    published: lab.Floats = lab.column("drawn or printed")
+    tolerance: lab.Floats = lab.column("largest share of a difference", heading="to")
+
+    @property
+    @lab.computed_column(heading="off by", form="{:+.1%}")
+    def off(self) -> np.ndarray:
+        """Difference as a share of the published value."""
+        return self.value / self.published - 1
 
 
 class Result(lab.ResultRecord):
     """Values under all changes."""
 
-    changes: ChangeTable = lab.column("one assumption changed at a time")
-
-
-class _Change(NamedTuple):
-    """One change of an assumption."""
-
-    name: str
-    step_scale: float = 1.0
-    shape_scale: float = 1.0
-    has_full_prompts: bool = False
-
-
-def _list_changes(config: Config, figure: str) -> list[_Change]:
-    changes = [_Change(RECORDED)]
-    for scale in config.step_scales:
-        changes.append(_Change(f"step times x {scale:g}", step_scale=scale))
-    for scale in config.shape_scales:
-        changes.append(_Change(f"shape of answers x {scale:g}", shape_scale=scale))
-    if figure == CHAT:
-        changes.append(_Change("every prompt has 1,024 tokens", has_full_prompts=True))
-    return changes
-
-
-def _change_law(law: Any, change: _Change) -> Any:
-    output = dataclasses.replace(
-        law.output, shape=law.output.shape * change.shape_scale
-    )
-    return dataclasses.replace(law, output=output)
+    changes: ChangeTable = lab.column("values by figure, change and quantity")
 
 
 def _simulate(
-    config: Config, figure: str, change: _Change, progress: lab.Progress
+    config: Config, figure: str, change: Change, progress: lab.Progress
 ) -> list[lab.Row]:
     """Returns the rows of a figure of the paged-attention paper under a change."""
     panel = published.PANELS["12a" if figure == CHAT else figure]
     setting = panel.setting()
-    server = setting.server._replace(step_scale=change.step_scale)
-    law = _change_law(setting.law, change)
-    axis = chatbot.AXIS * 1.5 if figure == CHAT else panel.axis
-    max_rate = axis if figure == CHAT else 2 * axis
+    clock = "drawn" if change.has_steps else "fit"
+    setting = setting._replace(server=setting.server._replace(clock=clock))
+    law = setting.law
+    if change.has_lengths:
+        law = drawings.drawn_law(panel.data, law)
     hours = panel.hours * config.hours_share
+    axis = panel.axis
+    max_rate = 2 * axis
     if figure == CHAT:
+        axis = max_rate = chatbot.AXIS * 1.5
         chat = chatbot.Config(hours=hours, most=axis, seed=config.seed)
-        requests = chatbot.draw_conversations(chat, _change_law(SHAREGPT, change))
+        requests = chatbot.draw_conversations(
+            chat, law if change.has_lengths else SHAREGPT
+        )
         if change.has_full_prompts:
             prompt = np.full_like(requests.tokens.prompt, chatbot.HISTORY)
             requests = requests._replace(tokens=requests.tokens._replace(prompt=prompt))
-        law = dataclasses.replace(
-            law, prompt=Fixed(tokens=int(requests.tokens.prompt.mean()))
-        )
+        mean = Fixed(tokens=int(requests.tokens.prompt.mean()))
+        law = dataclasses.replace(law, prompt=mean)
     else:
         requests = runs.draw_load(law, max_rate, 3600 * hours, config.seed)
     return runs.explore_rates(
-        setting._replace(server=server, law=law),
+        setting._replace(law=law),
         requests,
         SYSTEMS,
         axis * np.arange(1, config.num_rates + 1) / config.num_rates,
@@ -165,137 +143,178 @@ def _simulate(
     )
 
 
-def _ratio_rows(
-    config: Config, figure: str, change: _Change, rows: list[lab.Row]
-) -> Iterator[tuple[str, str, float]]:
-    """Yields quantities, changes and values of simulated rows."""
+type _Row = tuple[str, str, str, float, float, float]
+"""A row of `ChangeTable`."""
+
+
+def _panel_values(
+    figure: str, rows: list[lab.Row]
+) -> Iterator[tuple[str, float, float, float]]:
+    """Yields loads that systems sustain and printed batches, as in `ChangeTable`."""
+    bound = runs.LATENCY_BOUND
+    drawn = drawings.drawn_curves(figure)
     curves = runs.latency_curves(rows)
-    bounds = {change.name: runs.LATENCY_BOUND}
-    if change.name == RECORDED:
-        bounds |= {f"bound {bound:g} s a token": bound for bound in config.bounds}
-    for quantity in PRINTED[figure]:
-        system: Any = quantity.removeprefix("over ")
-        if quantity.startswith("batch"):
-            axis = published.PANELS[figure].axis
-            [batch] = [
-                row["batch"]
-                for row in rows
-                if row["system"] == "paged"
-                and not row["turn"]
-                and np.isclose(row["rate_per_s"], axis)
-            ]
-            yield quantity, change.name, batch
-            continue
-        for name, bound in bounds.items():
-            yield quantity, name, load_ratio(curves["paged"], curves[system], bound)
+    for system in SYSTEMS:
+        load = sustained_rate(curves[system], bound)
+        rate = load.rate if load.relation == "is" else np.nan
+        drawn_rate = drawings.drawn_rate(drawn[system], bound)
+        yield f"{system}, requests/s", rate, drawn_rate, RATE_SHARE
+    for system, batch in published.FIGURE_BATCHES.get(figure, {}).items():
+        axis = published.PANELS[figure].axis
+        [value] = [
+            row["batch"]
+            for row in rows
+            if row["system"] == system
+            and not row["turn"]
+            and np.isclose(row["rate_per_s"], axis)
+        ]
+        tolerance = published.batch_tolerance(system)
+        yield f"{system}, at once", value, batch, tolerance
 
 
-def _prefill_factor(config: Config, progress: lab.Progress) -> dict[float, list[float]]:
-    """Returns DistServe's three rates by the factor on the time of prefill.
-
-    The factors are 1 and the one at which prefill alone sustains its printed rate.
-    """
-    instance = distserve.Instance("opt-13b", 1)
-    example = distserve.KNOWN[distserve.EXAMPLE]
-    limits = disaggregation.search_limits(example, instance)
-    shares = np.linspace(0.1, 1.0, 19)
-
-    def rates(factor: float, role: Any) -> float:
-        replica = instance.replica
-        replica = replica._replace(
-            cost=instance.cost._replace(prefill=instance.cost.prefill * factor)
-        )
-        loads = shares * limits[role]
-        jobs = []
-        for rate in loads:
-            requests = sample_requests(example.law, rate, config.seconds, config.seed)
-            if role == "decode":
-                requests = select_requests(requests, requests.tokens.output > 1)
-            jobs.append(Job(replica, role, requests))
-        served = simulate_jobs(
-            jobs, config.seconds, max_slots=distserve.MAX_SLOTS, progress=progress
-        )
-        table = disaggregation.PlacementLoads.of(
-            disaggregation.judge_load(
-                distserve.EXAMPLE,
-                drop_late_arrivals(answers, config.seconds),
-                example.objectives,
-                (role, 1, 1, 1, 0, 0.0),
-                rate,
-            )
-            for answers, rate in zip(served, loads, strict=True)
-        )
-        names = {"prefill": ["attained_first"], "decode": ["attained_gap"]}
-        return min(
-            goodput(loads, getattr(table, name), share=disaggregation.ATTAINED_SHARE)
-            for name in names.get(role, ["attained_first", "attained_gap"])
-        )
-
-    printed_rate = PRINTED[EXAMPLE]["prefill, requests/s"][0]
-    first = [rates(1.0, role) for role in ("prefill", "decode", "both")]
-    low = 1.0
-    high = 4.0
-    for _ in range(6):
-        middle = (low + high) / 2
-        is_faster = rates(middle, "prefill") > printed_rate
-        low = middle if is_faster else low
-        high = high if is_faster else middle
-    factor = (low + high) / 2
-    return {
-        1.0: first,
-        factor: [rates(factor, "prefill"), first[1], rates(factor, "both")],
+def _example_rows(config: Config, progress: lab.Progress) -> Iterator[_Row]:
+    """Yields the rates of DistServe's example under each change."""
+    if progress.stopped:
+        return
+    progress.show(EXAMPLE)
+    example = distserve.Example(config.seconds, config.seed, progress)
+    cost = example.cost
+    drawn = distserve.drawn_cost(cost)
+    prefill = cost.prefill * example.fit_prefill()
+    costs = {
+        RECORDED: cost,
+        STEPS: drawn,
+        PREFILL: cost._replace(prefill=prefill),
+        BOTH: drawn._replace(prefill=prefill),
     }
+    for change, changed in costs.items():
+        for role, rate in example.rates(changed).items():
+            printed = distserve.PRINTED[role]
+            name = f"{role}, requests/s"
+            yield EXAMPLE, name, change.name, rate, printed, RATE_SHARE
 
 
 def run(config: Config, progress: lab.Progress = lab.QUIET) -> Result:
     """Simulates every figure under every change; if stopped, keeps finished ones."""
-    values: list[tuple[str, str, str, float]] = []
+    table: list[_Row] = []
     for figure in config.figures:
         if figure == EXAMPLE:
-            if progress.stopped:
-                break
-            for factor, rates in _prefill_factor(config, progress).items():
-                name = f"prefill {factor:.2f} times as long"
-                name = RECORDED if factor == 1 else name
-                for quantity, rate in zip(PRINTED[EXAMPLE], rates, strict=True):
-                    values.append((figure, quantity, name, rate))
+            table += _example_rows(config, progress)
             continue
-        for change in _list_changes(config, figure):
+        changes = (RECORDED, LENGTHS, STEPS, BOTH)
+        for change in (*changes, FULL) if figure == CHAT else changes:
             progress.show(f"figure {figure}: {change.name}")
             rows = _simulate(config, figure, change, progress)
             if progress.stopped:
                 break
-            values += [
-                (figure, *row) for row in _ratio_rows(config, figure, change, rows)
+            table += [
+                (figure, quantity, change.name, value, known, tolerance)
+                for quantity, value, known, tolerance in _panel_values(figure, rows)
             ]
-    table = []
-    for figure, quantity, name, value in values:
-        low, high = PRINTED[figure][quantity]
-        slack = TOLERANCES.get(figure, 0.0)
-        agrees = low * (1 - slack) <= value <= high * (1 + slack)
-        table.append((figure, quantity, name, value, low, high, agrees))
     return Result(changes=ChangeTable.of(table))
 
 
-def plot(axes: Any, result: Result) -> None:
-    """Draws every value over the published number, by figure."""
+@lab.claims_file(__file__).judge
+def claims(result: Result) -> Iterator[lab.MeasuredValue]:
+    """Judges the values with the steps and lengths that the papers draw."""
     changes = result.changes
-    for ax, figure in zip(axes.ravel(), PRINTED, strict=False):
-        rows = changes.where(figure=figure)
-        names = rows.distinct("change")
-        for quantity, color in zip(PRINTED[figure], lab.colors(), strict=False):
-            selected = rows.where(quantity=quantity)
-            places = [names.index(name) for name in selected.change]
-            ratio = selected.value / selected.low
-            ax.plot(ratio, places, "o", color=color, label=quantity)
-            end = selected.high[0] / selected.low[0] if len(selected) else 1.0
-            if end > 1:
-                ax.axvspan(1, end, color=color, alpha=0.15, linewidth=0)
-        lab.draw_reference_line(ax, 1, "published = 1", along="y")
-        ax.set_yticks(range(len(names)), names)
-        title = EXAMPLE if figure == EXAMPLE else f"figure {figure}"
-        lab.set_labels(ax, title, "simulated / published [ratio]", "")
-        ax.legend()
+    for row in changes.rows():
+        is_example = row["figure"] == EXAMPLE
+        quantity, _, unit = row["quantity"].partition(", ")
+        is_fitted = is_example and quantity == "prefill"
+        if row["change"] != BOTH.name or is_fitted:
+            continue
+        [before] = changes.where(
+            figure=row["figure"], quantity=row["quantity"], change=RECORDED.name
+        ).rows()
+        yield lab.measured(
+            "example" if is_example else "batch" if unit == "at once" else "rate",
+            row["value"],
+            published=row["published"],
+            tolerance=row["tolerance"] * row["published"],
+            figure=row["figure"],
+            quantity=quantity,
+            before=f"{before['value']:.4g}",
+        )
 
 
-STUDY = lab.Study(CONFIGS, Result, run, plot, panels=lab.Panels(5, 1, 3.0))
+def summary(result: Result) -> list[lab.ReportPart]:
+    """Returns the values by figure, and how far off each change leaves them."""
+    changes = result.changes
+    rows = []
+    for change in changes.distinct("change"):
+        selected = changes.where(change=change)
+        within = np.abs(selected.off) <= selected.tolerance
+        rows.append(
+            {
+                "change": change,
+                "values": len(selected),
+                "median": _median_off(changes, change),
+                "within": int(within.sum()),
+            }
+        )
+    columns = {
+        "assumptions": "change",
+        "values": "values",
+        "median difference, share": "median",
+        "within the tolerance": "within",
+    }
+    names = ("figure", "quantity", "change", "value", "published", "off", "tolerance")
+    return [
+        lab.row_sheet("all figures", rows, columns),
+        changes.sheet("values", *names),
+    ]
+
+
+def plot(axes: Any, result: Result) -> None:
+    """Draws every value over the published one: all of them, then by figure."""
+    every, *panels = axes.ravel()
+    _draw_ratios(every, "All figures", result.changes, has_labels=False)
+    for ax, figure in zip(panels, FIGURES, strict=True):
+        name = EXAMPLE if figure == EXAMPLE else f"Figure {figure}"
+        _draw_ratios(ax, name, result.changes.where(figure=figure))
+
+
+def _draw_ratios(
+    ax: Any, name: str, rows: ChangeTable, *, has_labels: bool = True
+) -> None:
+    """Draws the values of some figures by change, one color and marker a system."""
+    names = rows.distinct("change")
+    if not names:
+        ax.set_axis_off()
+        return
+    roles = dict(zip(distserve.PRINTED, lab.colors(), strict=False))
+    for quantity in rows.distinct("quantity"):
+        selected = rows.where(quantity=quantity)
+        system, _, unit = quantity.partition(", ")
+        style = lab.system_style(system)
+        is_batch = unit == "at once"
+        label = system if not is_batch else "hollow: at once" * (system == "paged")
+        ax.plot(
+            selected.value / selected.published,
+            [names.index(change) for change in selected.change],
+            style.marker if system in SYSTEMS else "D",
+            color=roles.get(system, style.color),
+            markerfacecolor="none" if is_batch else None,
+            label=label if has_labels and label else None,
+        )
+    lab.draw_reference_line(ax, 1, "published", along="y")
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    before, after = (_median_off(rows, x.name) for x in (RECORDED, BOTH))
+    title = name
+    if np.isfinite([before, after]).all():
+        title = f"{name}: off by {before:.0%}, then {after:.0%}"
+    lab.set_labels(ax, title, "simulated / published [ratio]", "")
+    ax.legend()
+
+
+def _median_off(rows: ChangeTable, change: str) -> float:
+    values = np.abs(rows.where(change=change).off)
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if values.size else np.nan
+
+
+STUDY = lab.Study(
+    CONFIGS, Result, run, plot, claims, summary, panels=lab.Panels(5, 2, 2.9)
+)

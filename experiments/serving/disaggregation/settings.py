@@ -104,10 +104,9 @@ def _law(mean: tuple[float, float], shape: tuple[float, float]) -> Pair:
 
 
 CHAT = _law((755.5, 200.3), (4.0, 1.3))
-"""ShareGPT as DistServe truncates it. Here and below, means are the paper's, set down
-from memory, and shapes are chosen here. One GPU prefills 1,400 tokens of OPT-13B in
-0.25 s, which 90 % of its requests meet in the paper, so the shape of prompts is at
-least 2.5.
+"""ShareGPT as DistServe truncates it. Here and below, means are those of figure 7, and
+shapes are chosen here. One GPU prefills 1,400 tokens of OPT-13B in 0.25 s, which 90 %
+of its requests meet in the paper, so the shape of prompts is at least 2.5.
 """
 CODE = _law((171.3, 98.2), (6.0, 2.0))
 """HumanEval."""

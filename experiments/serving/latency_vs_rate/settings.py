@@ -6,6 +6,7 @@ Source: Kwon et al. 2023, arXiv:2309.06180, table 1 and section 6.
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
+from experiments.serving.latency_vs_rate import drawings
 from jaxkv.simulation import Cost
 from jaxkv.workloads import ALPACA, SHAREGPT, Pair
 from scaling import shapes
@@ -48,9 +49,9 @@ class Machine(NamedTuple):
       num_devices: number of GPUs.
       kv_gib: KV cache of the paper in GiB.
       hours: hours of simulated load.
-      is_calibrated: True for the step times of vLLM servers on H100s, transferred to
-        this GPU by its data sheet; False for those published for these GPUs.
-      step_scale: factor on the step times, to vary an assumption.
+      clock: source of the step times: `fit` for those published for these GPUs,
+        `calibrated` for those of vLLM servers on H100s, transferred to this GPU by its
+        data sheet, `drawn` for those that the latencies of figure 12 imply.
     """
 
     name: str
@@ -59,8 +60,7 @@ class Machine(NamedTuple):
     num_devices: int
     kv_gib: int
     hours: float
-    is_calibrated: bool = False
-    step_scale: float = 1.0
+    clock: Literal["fit", "calibrated", "drawn"] = "fit"
 
     @property
     def description(self) -> ModelShape:
@@ -87,15 +87,20 @@ SERVERS: Mapping[str, Machine] = {
     "66B": Machine("66B", "opt-66b", "a100-40gb", 4, 21, 1.0),
     "175B": Machine("175B", "opt-175b", "a100-80gb", 8, 264, 0.25),
 }
+_ALPACA_PANELS = {"13B": "12d", "66B": "12e", "175B": "12f"}
 CALIBRATED = "13B (calibrated)"
-MACHINES = {**SERVERS, CALIBRATED: SERVERS["13B"]._replace(is_calibrated=True)}
+MACHINES = {**SERVERS, CALIBRATED: SERVERS["13B"]._replace(clock="calibrated")}
 """The servers of the paper, and one with the calibrated clock."""
 
 
 def server_cost(server: Machine) -> Cost:
     """Returns the cost model of a step with the server's clock."""
-    if not server.is_calibrated:
+    if server.clock == "fit":
         return step_time(server)
+    if server.clock == "drawn":
+        law = drawings.drawn_law("Alpaca", ALPACA)
+        load = drawings.low_load(_ALPACA_PANELS[server.name], law)
+        return drawings.fit_steps(load, step_time(server))
     device = find_device(server.device)
     return make_calibrated_cost(
         server.description, device, num_devices=server.num_devices
@@ -111,7 +116,7 @@ def step_time(server: Machine) -> LinearCost:
     by the ratio of weight bytes per GPU, 43.7 / 32.9 = 1.33.
     """
     if server.name == "13B":
-        return figure_12_cost(scale=1.31 * server.step_scale).cost
+        return figure_12_cost().cost
     prefill, small, large = DISTSERVE["distserve:opt-66b:4"]
     fit_device = find_device("a100-80gb")
     device = find_device(server.device)
@@ -127,5 +132,5 @@ def step_time(server: Machine) -> LinearCost:
         # Prefill uses only the slope of the fit, as for OPT-13B.
         (small[0] * ratio, prefill[1] * ratio, 0.0),
         *heavier,
-        scale=1e-3 * server.step_scale * fit_device.bandwidth / device.bandwidth,
+        scale=1e-3 * fit_device.bandwidth / device.bandwidth,
     )

@@ -20,6 +20,7 @@ from jaxkv.workloads.lengths import (
     SHAREGPT,
     Fixed,
     Gamma,
+    Histogram,
     LogNormal,
     Pair,
     Uniform,
@@ -41,6 +42,8 @@ def rng(seed: int = 0) -> np.random.Generator:
         (Uniform(low=1, high=9), np.sqrt(80 / 12)),
         (LogNormal(mean=300.0, sigma=0.8), 300 * np.sqrt(np.expm1(0.64))),
         (Gamma(mean=300.0, shape=1.3), 300 / np.sqrt(1.3)),
+        # Two bars of width 6 whose middles are 4 and 16.
+        (Histogram(first=1.0, width=6.0, counts=(3, 0, 3)), np.sqrt(36 + 36 / 12)),
     ],
 )
 def test_distributions_have_their_moments(
@@ -157,6 +160,8 @@ TWO = np.array([1, 2])
         (lambda: SHAREGPT.draw(rng(), 0), "num=0 must be at least 1"),
         (lambda: Gamma(mean=0.0, shape=1.0), "mean=0.0 must be in"),
         (lambda: Gamma(mean=9.0, shape=0.0), "shape=0.0 must be above 0"),
+        (lambda: Histogram(first=1, width=0, counts=(1,)), "width=0 must be above 0"),
+        (lambda: Histogram(first=1, width=2, counts=(0,)), "counts=(0,) must have one"),
         (lambda: LogNormal(mean=9.0, sigma=-1.0), "sigma=-1.0 must be at least 0"),
         (lambda: Uniform(low=3, high=2), "must be in order"),
         (lambda: Fixed(tokens=0), "tokens=0 must be in"),
