@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int32
 
 from experiments import lab
 from experiments.harness import draw_lengths, measured_page_saving
-from experiments.serving.latency_vs_rate import runs, settings
+from experiments.serving.latency_vs_rate import drawings, runs, settings
 from experiments.serving.sharing.measurement import (
     CLAIMS,
     DATASET_NAMES,
@@ -93,6 +93,7 @@ class SimulatedSavings(lab.ResultTable):
     batch: lab.Floats = lab.column("mean number of running sequences")
     saved_share: lab.Floats = lab.column("mean saved pages / pages without sharing")
     expected_share: lab.Floats = lab.column("saved share by lengths")
+    drawn_share: lab.Floats = lab.column("saved share by lengths of figure 11")
     num_preempted: lab.Ints = lab.column("preempted sequences", key="preempted")
 
     @property
@@ -201,6 +202,8 @@ def simulate_answers(config: Config, progress: lab.Progress) -> SimulatedSavings
         size = TIMES[name] * config.num_simulated
         rng = np.random.default_rng(config.seed)
         tokens = draw_lengths(law, size, settings.MAX_LENGTH, rng)
+        drawn_law = drawings.drawn_law(DATASET_NAMES[name], law)
+        drawn = drawn_law.draw(np.random.default_rng(config.seed), 100_000)
         members = []
         for n in ANSWERS:
             # The same requests in the same random order for every number of samples.
@@ -232,9 +235,11 @@ def simulate_answers(config: Config, progress: lab.Progress) -> SimulatedSavings
         preempted = served.totals.preempted
         saved = workloads.shared_page_saving(means.saved_pages, means.used_pages)
         for i, n in enumerate(ANSWERS):
-            expected = measured_page_saving(tokens, n, settings.PAGE_SIZE)
+            by_lengths = [
+                measured_page_saving(x, n, settings.PAGE_SIZE) for x in (tokens, drawn)
+            ]
             setting = name, n, SEQUENCES_PER_S[name] / n, size
-            rows.append((*setting, means.batch[i], saved[i], expected, preempted[i]))
+            rows.append((*setting, means.batch[i], saved[i], *by_lengths, preempted[i]))
     return SimulatedSavings.of(rows)
 
 

@@ -54,6 +54,7 @@ def counted(saved: list[float]) -> SimulatedSavings:
         batch=np.ones(num),
         saved_share=np.array(saved),
         expected_share=np.array([0.065, 0.097, 0.108][:num]),
+        drawn_share=np.array([0.066, 0.099, 0.11][:num]),
         num_preempted=0 * ones,
     )
 
