@@ -8,12 +8,12 @@ rounds with ShareGPT's mean lengths.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
 from experiments import lab
-from experiments.serving.latency_vs_rate import runs, settings
+from experiments.serving.latency_vs_rate import drawings, runs, settings
 from jaxkv import workloads
 from jaxkv.workloads import (
     SHAREGPT,
@@ -146,9 +146,13 @@ def claims(result: list[lab.Row]) -> Iterator[lab.MeasuredValue]:
     yield lab.measured("alike", max(orcas) / min(orcas))
     for name in settings.ORCAS:
         times = loads["paged"].rate / loads[name].rate
+        drawn = drawings.drawn_ratio("17", name, runs.LATENCY_BOUND)
+        highest = drawings.highest_ratio("17", name, runs.LATENCY_RANGE)
+        words: dict[str, Any] = {"name": name, "bound": runs.LATENCY_BOUND}
         yield lab.measured(
-            "twice", times, name=name, bound=runs.LATENCY_BOUND, span=span
+            "twice", times, span=span, drawn=drawn, highest=highest, **words
         )
+        yield lab.measured("drawn", times, published=drawn, **words)
 
 
 def metrics(result: list[lab.Row]) -> dict[str, object]:

@@ -70,6 +70,19 @@ def drawn_rate(curve: LatencyCurve, bound: float) -> float:
     return float(np.interp(bound, latency[ends], rates[ends]))
 
 
+def drawn_ratio(panel: str, other: str, bound: float) -> float:
+    """Returns the load of the paged system over another's, by the drawn lines."""
+    curves = drawn_curves(panel)
+    paged, rate = (drawn_rate(curves[system], bound) for system in ("paged", other))
+    return paged / rate
+
+
+def highest_ratio(panel: str, other: str, bounds: tuple[float, float]) -> float:
+    """Returns the largest `drawn_ratio` at bounds in an interval."""
+    ratios = [drawn_ratio(panel, other, x) for x in np.linspace(*bounds, 33)]
+    return float(np.nanmax(ratios))
+
+
 class LowLoad(NamedTuple):
     """Latencies of a server that has no queue, and the mean lengths of its requests.
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from experiments import lab
-from experiments.serving.latency_vs_rate import runs, settings
+from experiments.serving.latency_vs_rate import drawings, runs, settings
 from experiments.serving.latency_vs_rate.runs import LATENCY_BOUND, LATENCY_RANGE
 from jaxkv.workloads import LatencyCurve, load_ratio, load_ratios
 
@@ -162,6 +162,19 @@ def claims(rows: list[lab.Row]) -> Iterator[lab.MeasuredValue]:
             shape=CURVE_SHAPE if is_alpaca else "",
         )
     yield from _figure_14(full_panels)
+    for panel, systems in full_panels.items():
+        is_sharegpt = PANELS[panel].data == "ShareGPT"
+        for other in (ORACLE, "Orca (Max)") if is_sharegpt else (ORACLE,):
+            yield lab.measured(
+                "drawn",
+                _ratio(systems, other),
+                published=drawings.drawn_ratio(panel, other, LATENCY_BOUND),
+                load=PANELS[panel].title,
+                other=other,
+                figure=panel,
+                bound=LATENCY_BOUND,
+                beams=BEAMS if PANELS[panel].kind == "beams" else "",
+            )
 
 
 type Panels = Mapping[str, Mapping[str, LatencyCurve]]
@@ -192,6 +205,7 @@ def _figure_12(curves: Panels) -> Iterator[lab.MeasuredValue]:
                     other=other,
                     panel=panel,
                     load=PANELS[panel].title,
+                    drawn=drawings.drawn_ratio(panel, other, LATENCY_BOUND),
                     note=f"At {LATENCY_BOUND} s a token. "
                     f"{SCALED if panel == '12c' else ''}",
                 )
@@ -203,6 +217,10 @@ def _figure_12(curves: Panels) -> Iterator[lab.MeasuredValue]:
             low=LATENCY_RANGE[0],
             high=LATENCY_RANGE[1],
             models=models,
+            drawn=max(
+                drawings.highest_ratio(panel, "Orca (Max)", LATENCY_RANGE)
+                for panel in shared
+            ),
         )
     plain = {name: curves[name] for name in curves if name.startswith("12")}
     if ratios := _ratios(plain, "FasterTransformer"):
