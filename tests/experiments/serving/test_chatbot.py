@@ -52,11 +52,15 @@ def made_up(borne: dict[Any, float]) -> list[dict[str, Any]]:
 
 def test_claims_compare_loads_at_one_latency() -> None:
     borne = dict(zip(experiment.SYSTEMS, (0.3, 0.3, 0.31, 0.6), strict=True))
-    full, alike, *twice = experiment.claims(made_up(borne))
+    full, alike, *ratios = experiment.claims(made_up(borne))
+    twice, drawn = ratios[::2], ratios[1::2]
     assert (full.verdict, full.ours) == ("differs", 0.6)
     assert (alike.verdict, alike.ours) == ("differs", pytest.approx(0.31 / 0.3))
     assert [x.ours for x in twice] == pytest.approx([2.0, 2.0, 0.6 / 0.31])
     assert {x.verdict for x in twice} == {"holds"}
+    # Figure 17 crosses 0.5 s a token at 0.853 and 0.552, 0.566, 0.572 requests/s.
+    assert [x.published for x in drawn] == pytest.approx([1.54, 1.51, 1.49], abs=5e-3)
+    assert {x.verdict for x in drawn} == {"fails"}
     assert not experiment.claims(made_up({"paged": 0.6}))
 
 
