@@ -233,7 +233,7 @@ def claims(result: Result) -> Iterator[lab.MeasuredValue]:
             published=row["published"],
             tolerance=row["tolerance"] * row["published"],
             figure=row["figure"],
-            quantity=quantity,
+            quantity=published.name_in_sentence(quantity),
             before=f"{before['value']:.4g}",
         )
 
