@@ -359,7 +359,8 @@ def _draw_watermarks(ax: "Axes", watermarks: Servings, victims: Servings) -> Non
         lab.draw_curve(ax, [0], [y.min()], name, f"{name} is preempted", **look)
     ax.set_ylim(0, 1.15 * max(ax.get_ylim()[1], 1))
     lab.set_labels(ax, title, "kept free [% of the pool]", AGAIN)
-    ax.legend()
+    if len(watermarks) or len(again):
+        ax.legend()
 
 
 def _draw_spaces(ax: "Axes", spaces: Servings, hosts: Servings) -> None:

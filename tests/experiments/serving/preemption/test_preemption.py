@@ -1,7 +1,7 @@
 """Cost of preemption, counted from traces of one workload under many settings."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from experiments.serving.preemption.serving import PreemptionSetting, Servings
 from jaxkv.models import load_model
 from jaxkv.progress import QUIET
 from jaxkv.report import field_values, read_run
+from jaxkv.scheduling import Victim
 from tests.support import smoke
 from tests.support.folders import RECORDS
 from tests.support.impatience import Impatient, Stopping
@@ -145,7 +146,7 @@ def test_hold_new_admits_no_request_before_preempted_ones(result: Result) -> Non
 def test_rules_choose_different_victims(result: Result) -> None:
     for preemption_ in ("recompute", "swap"):
         rules = rows(result.victims, preemption=preemption_)
-        assert len(rules.name) == 4
+        assert sorted(rules.victim) == sorted(get_args(Victim.__value__))
         assert len({*rules.num_fed.tolist()} | {*rules.steps.tolist()}) > 2
     # The ways use the first rule.
     latest = rows(result.victims, victim="latest", preemption="recompute")
