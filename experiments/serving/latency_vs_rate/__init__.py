@@ -1,3 +1,3 @@
 """Latency by load of systems with different KV cache allocation."""
 
-__all__ = ["published", "runs", "settings"]
+__all__ = ["drawings", "published", "runs", "settings"]
