@@ -20,6 +20,8 @@ from scaling.costs import LinearCost
 
 PRINTED = {"prefill": 5.6, "decode": 10.0, "both": 1.6, "split": 3.3}
 """Requests/s of one GPU for a phase, for both, and for each of three that are split."""
+LABELS = {"prefill": "prefill only", "decode": "decode only", "both": "both phases"}
+"""Labels in figures, as in `disaggregation`."""
 _OBJECTIVES = {"prefill": ["attained_first"], "decode": ["attained_gap"]}
 
 

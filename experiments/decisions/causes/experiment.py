@@ -283,22 +283,22 @@ def _draw_ratios(
     if not names:
         ax.set_axis_off()
         return
-    roles = dict(zip(distserve.PRINTED, lab.colors(), strict=False))
     for quantity in rows.distinct("quantity"):
         selected = rows.where(quantity=quantity)
         system, _, unit = quantity.partition(", ")
+        system = distserve.LABELS.get(system, system)
         style = lab.system_style(system)
         is_batch = unit == "at once"
         label = system if not is_batch else "hollow: at once" * (system == "paged")
         ax.plot(
             selected.value / selected.published,
             [names.index(change) for change in selected.change],
-            style.marker if system in SYSTEMS else "D",
-            color=roles.get(system, style.color),
+            style.marker,
+            color=style.color,
             markerfacecolor="none" if is_batch else None,
             label=label if has_labels and label else None,
         )
-    lab.draw_reference_line(ax, 1, "published", along="y")
+    lab.draw_reference_line(ax, 1, "published = 1", along="y")
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
     before, after = (_median_off(rows, x.name) for x in (RECORDED, BOTH))
