@@ -162,7 +162,8 @@ def load_forced_engine(
         place = history.num_tokens - history.prompt_length
         row = jnp.clip(history.request_id, 0, len(requests) - 1)
         token = jnp.asarray(table)[row, jnp.clip(place, 0, size - 1)]
-        is_token = jnp.arange(logits.shape[1], dtype=jnp.int32) == token[:, None]
+        words = jnp.arange(logits.shape[1], dtype=jnp.int32)
+        is_token = words[None, :] == token[:, None]
         return jnp.where(is_token, 0.0, -1e9).astype(logits.dtype)
 
     length = config.prompt_tokens + config.answer_tokens
