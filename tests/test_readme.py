@@ -218,9 +218,9 @@ def measured(record: str, *statements: str, key: str = "ours") -> list[float]:
     claims = json.loads((RECORDS / record / "claims.json").read_text("utf-8"))
     numbers = []
     for statement in statements:
-        found = {x[key] for x in claims if x["claim"].startswith(statement)}
-        assert len(found) == 1, statement
-        numbers.append(float(found.pop()))
+        values = {x[key] for x in claims if x["claim"].startswith(statement)}
+        assert len(values) == 1, statement
+        numbers.append(float(values.pop()))
     return numbers
 
 

@@ -99,5 +99,5 @@ class Example:
     def rates(self, cost: LinearCost) -> dict[str, float]:
         """Returns the simulated rates of `PRINTED`."""
         roles: tuple[ReplicaRole, ...] = ("prefill", "decode", "both")
-        found: dict[str, float] = {role: self.rate(role, cost) for role in roles}
-        return found | {"split": min(2 * found["prefill"], found["decode"]) / 3}
+        rates: dict[str, float] = {role: self.rate(role, cost) for role in roles}
+        return rates | {"split": min(2 * rates["prefill"], rates["decode"]) / 3}

@@ -17,7 +17,7 @@ from experiments import lab
 from experiments.decisions.causes import distserve
 from experiments.serving.chatbot import experiment as chatbot
 from experiments.serving.latency_vs_rate import drawings, published, runs, settings
-from jaxkv.workloads import SHAREGPT, Fixed, sustained_rate
+from jaxkv.workloads import Fixed, sustained_rate
 
 CHAT = "17"
 """The figure of the chat service; the others are panels of `latency_vs_rate`."""
@@ -122,9 +122,7 @@ def _simulate(
     if figure == CHAT:
         axis = max_rate = chatbot.AXIS * 1.5
         chat = chatbot.Config(hours=hours, most=axis, seed=config.seed)
-        requests = chatbot.draw_conversations(
-            chat, law if change.has_lengths else SHAREGPT
-        )
+        requests = chatbot.draw_conversations(chat, law)
         if change.has_full_prompts:
             prompt = np.full_like(requests.tokens.prompt, chatbot.HISTORY)
             requests = requests._replace(tokens=requests.tokens._replace(prompt=prompt))
@@ -152,12 +150,12 @@ def _panel_values(
 ) -> Iterator[tuple[str, float, float, float]]:
     """Yields loads that systems sustain and printed batches, as in `ChangeTable`."""
     bound = runs.LATENCY_BOUND
-    drawn = drawings.drawn_curves(figure)
+    drawn_curves = drawings.drawn_curves(figure)
     curves = runs.latency_curves(rows)
     for system in SYSTEMS:
         load = sustained_rate(curves[system], bound)
         rate = load.rate if load.relation == "is" else np.nan
-        drawn_rate = drawings.drawn_rate(drawn[system], bound)
+        drawn_rate = drawings.drawn_rate(drawn_curves[system], bound)
         yield f"{system}, requests/s", rate, drawn_rate, RATE_SHARE
     for system, batch in published.FIGURE_BATCHES.get(figure, {}).items():
         axis = published.PANELS[figure].axis
@@ -173,22 +171,25 @@ def _panel_values(
 
 
 def _example_rows(config: Config, progress: lab.Progress) -> Iterator[_Row]:
-    """Yields the rates of DistServe's example under each change."""
+    """Yields the rates of DistServe's example under each change, until stopped."""
     if progress.stopped:
         return
     progress.show(EXAMPLE)
     example = distserve.Example(config.seconds, config.seed, progress)
     cost = example.cost
-    drawn = distserve.drawn_cost(cost)
+    drawn_cost = distserve.drawn_cost(cost)
     prefill = cost.prefill * example.fit_prefill()
     costs = {
         RECORDED: cost,
-        STEPS: drawn,
+        STEPS: drawn_cost,
         PREFILL: cost._replace(prefill=prefill),
-        BOTH: drawn._replace(prefill=prefill),
+        BOTH: drawn_cost._replace(prefill=prefill),
     }
     for change, changed in costs.items():
-        for role, rate in example.rates(changed).items():
+        rates = example.rates(changed)
+        if progress.stopped:
+            return
+        for role, rate in rates.items():
             printed = distserve.PRINTED[role]
             name = f"{role}, requests/s"
             yield EXAMPLE, name, change.name, rate, printed, RATE_SHARE
@@ -268,8 +269,8 @@ def summary(result: Result) -> list[lab.ReportPart]:
 
 def plot(axes: Any, result: Result) -> None:
     """Draws every value over the published one: all of them, then by figure."""
-    every, *panels = axes.ravel()
-    _draw_ratios(every, "All figures", result.changes, has_labels=False)
+    summary_ax, *panels = axes.ravel()
+    _draw_ratios(summary_ax, "All figures", result.changes, has_labels=False)
     for ax, figure in zip(panels, FIGURES, strict=True):
         name = EXAMPLE if figure == EXAMPLE else f"Figure {figure}"
         _draw_ratios(ax, name, result.changes.where(figure=figure))
@@ -289,14 +290,16 @@ def _draw_ratios(
         system = distserve.LABELS.get(system, system)
         style = lab.system_style(system)
         is_batch = unit == "at once"
-        label = system if not is_batch else "hollow: at once" * (system == "paged")
+        label = system
+        if is_batch:  # one entry of the legend for the hollow marks of all systems
+            label = "hollow: at once" if system == "paged" else None
         ax.plot(
             selected.value / selected.published,
             [names.index(change) for change in selected.change],
             style.marker,
             color=style.color,
             markerfacecolor="none" if is_batch else None,
-            label=label if has_labels and label else None,
+            label=label if has_labels else None,
         )
     lab.draw_reference_line(ax, 1, "published = 1", along="y")
     ax.set_yticks(range(len(names)), names)

@@ -146,13 +146,13 @@ def claims(result: list[lab.Row]) -> Iterator[lab.MeasuredValue]:
     yield lab.measured("alike", max(orcas) / min(orcas))
     for name in settings.ORCAS:
         times = loads["paged"].rate / loads[name].rate
-        drawn = drawings.drawn_ratio("17", name, runs.LATENCY_BOUND)
+        drawn_times = drawings.drawn_ratio("17", name, runs.LATENCY_BOUND)
         highest = drawings.highest_ratio("17", name, runs.LATENCY_RANGE)
         words: dict[str, Any] = {"name": name, "bound": runs.LATENCY_BOUND}
         yield lab.measured(
-            "twice", times, span=span, drawn=drawn, highest=highest, **words
+            "twice", times, span=span, drawn=drawn_times, highest=highest, **words
         )
-        yield lab.measured("drawn", times, published=drawn, **words)
+        yield lab.measured("drawn", times, published=drawn_times, **words)
 
 
 def metrics(result: list[lab.Row]) -> dict[str, object]:

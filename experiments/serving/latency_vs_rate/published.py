@@ -164,8 +164,8 @@ def claims(rows: list[lab.Row]) -> Iterator[lab.MeasuredValue]:
     yield from _figure_14(full_panels)
     for panel, systems in full_panels.items():
         is_sharegpt = PANELS[panel].data == "ShareGPT"
-        others = (ORACLE, "Orca (Max)") if is_sharegpt else (ORACLE,)
-        for other in filter(systems.__contains__, others):
+        orcas = (ORACLE, "Orca (Max)") if is_sharegpt else (ORACLE,)
+        for other in filter(systems.__contains__, orcas):
             yield lab.measured(
                 "drawn",
                 _ratio(systems, other),

@@ -203,7 +203,7 @@ def simulate_answers(config: Config, progress: lab.Progress) -> SimulatedSavings
         rng = np.random.default_rng(config.seed)
         tokens = draw_lengths(law, size, settings.MAX_LENGTH, rng)
         drawn_law = drawings.drawn_law(DATASET_NAMES[name], law)
-        drawn = drawn_law.draw(np.random.default_rng(config.seed), 100_000)
+        drawn_tokens = drawn_law.draw(np.random.default_rng(config.seed), 100_000)
         members = []
         for n in ANSWERS:
             # The same requests in the same random order for every number of samples.
@@ -236,7 +236,8 @@ def simulate_answers(config: Config, progress: lab.Progress) -> SimulatedSavings
         saved = workloads.shared_page_saving(means.saved_pages, means.used_pages)
         for i, n in enumerate(ANSWERS):
             by_lengths = [
-                measured_page_saving(x, n, settings.PAGE_SIZE) for x in (tokens, drawn)
+                measured_page_saving(x, n, settings.PAGE_SIZE)
+                for x in (tokens, drawn_tokens)
             ]
             setting = name, n, SEQUENCES_PER_S[name] / n, size
             rows.append((*setting, means.batch[i], saved[i], *by_lengths, preempted[i]))

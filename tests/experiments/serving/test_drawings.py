@@ -39,9 +39,9 @@ def test_steps_follow_from_latencies_without_a_queue() -> None:
         step_s = 0.03 + (2e-4 + token_s * 80) * running + prompt_s * 20 * rates * step_s
     cost = linear_cost((1.0, prompt_s, 1.0), (1.0, token_s, 1.0), scale=1.0)
     load = drawings.LowLoad(rates, step_s * (1 + waiting), 20.0, 60.0, 80.0, waiting)
-    fitted = drawings.fit_steps(load, cost)
-    np.testing.assert_allclose(fitted.decode, [0.03, token_s, 2e-4], rtol=1e-4)
-    np.testing.assert_allclose(fitted.prefill, [0.03, prompt_s, 0.0], rtol=1e-4)
+    new_cost = drawings.fit_steps(load, cost)
+    np.testing.assert_allclose(new_cost.decode, [0.03, token_s, 2e-4], rtol=1e-4)
+    np.testing.assert_allclose(new_cost.prefill, [0.03, prompt_s, 0.0], rtol=1e-4)
 
 
 def test_points_with_a_queue_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
